@@ -1,0 +1,54 @@
+# Every command of this repository. `make help` lists them; none needs anything but make, python3 and git to be there.
+
+PYTHON    ?= python3
+PG_CONFIG ?= pg_config
+
+# $$PPID is this make: what it starts ends when it does, however it ends.
+SUITE   = @exec $(PYTHON) tests/run.py --parent $$PPID
+SERVERS = $(PYTHON) tests/servers.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint pgtap isolation up down env build install provision lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+demo: provision ## a little shop, a relay and a consumer on servers of their own, step by step
+	@exec $(SERVERS) run --parent $$PPID -- .venv/bin/python tests/demo.py
+
+test: ## the whole suite on servers of its own
+	$(SUITE)
+
+lint: ## ruff, mypy, pgspot, plpgsql_check and the house rules
+	$(SUITE) lint
+
+pgtap: ## the SQL tests, in both modes of installation
+	$(SUITE) pgtap
+
+isolation: ## the two-session specs
+	$(SUITE) isolation
+
+up: provision ## keep private servers running for development
+	@exec $(SERVERS) up
+
+down: ## stop them
+	@exec $(SERVERS) down
+
+env: ## print the settings that connect a shell to them: eval "$(make -s env)"
+	@exec $(SERVERS) env
+
+build: ## write the extension script and the psql scripts to build/
+	@$(PYTHON) sql/packaging/build.py
+
+install: build ## put the extension where pg_config says
+	install -d '$(DESTDIR)$(shell $(PG_CONFIG) --sharedir)/extension'
+	install -m 644 build/outbox.control build/outbox--*.sql '$(DESTDIR)$(shell $(PG_CONFIG) --sharedir)/extension/'
+
+provision: ## install the packages and the virtual environment that the other targets need
+	@$(PYTHON) tests/provision.py
+
+lock: ## renew python/requirements.lock
+	@.venv/bin/uv pip compile --universal --generate-hashes --no-header --no-emit-index-url --custom-compile-command 'make lock' --all-extras --group python/pyproject.toml:dev --output-file python/requirements.lock python/pyproject.toml
+
+clean: down ## remove what the other targets made in this clone
+	rm -rf build .venv .servers

@@ -1,0 +1,680 @@
+-- CODE. Station 20: a relay takes the next messages, and stations around it: sleeping, waking, saying hello.
+-- A claim leases lanes to a token and writes nothing on messages. Lane before message, always; lanes are locked in one
+-- statement and messages read in a later one, whose snapshot then sees all that the lane's last holder settled.
+
+create or replace function outbox.hello(name text)
+    returns bigint
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_before bigint := nullif(current_setting('outbox.relay', true), '')::bigint;
+    v_relay  bigint;
+begin
+    perform outbox._require_read_committed();
+    if hello.name is null then
+        perform outbox._refuse('OB001', 'name must not be null', 'Pass a name that tells an operator which relay this is.');
+    end if;
+    if octet_length(hello.name) not between 1 and 255 then
+        perform outbox._refuse('OB002', 'name must have 1 to 255 bytes', 'Shorten it.');
+    end if;
+
+    -- Random for each session: a name used twice, or a session that comes back, cannot pass for another.
+    v_relay := ('x' || replace(left(gen_random_uuid()::text, 18), '-', ''))::bit(64)::bigint;
+    perform pg_advisory_lock(v_relay);
+    if v_before is not null and outbox._holds(v_before) then
+        perform pg_advisory_unlock(v_before);
+    end if;
+    perform set_config('outbox.relay', v_relay::text, false);
+
+    delete from outbox.relay as r
+    where pg_try_advisory_xact_lock_shared(r.relay);
+    insert into outbox.relay (relay, name)
+    values (v_relay, hello.name);
+
+    perform outbox._sweep();
+    return v_relay;
+end
+$function$;
+
+comment on function outbox.hello(text) is
+    'Registers a relay: takes the life lock of this session and returns its key for claim_batch().';
+
+create or replace function outbox._holds(key bigint)
+    returns boolean
+    language sql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $function$
+    select exists (
+        select
+        from pg_locks as l
+        where l.locktype = 'advisory'
+          and l.pid = pg_backend_pid()
+          and l.objsubid = 1
+          and l.classid::bigint = (_holds.key >> 32) & 4294967295
+          and l.objid::bigint = _holds.key & 4294967295
+    );
+$function$;
+
+comment on function outbox._holds(bigint) is
+    'Whether this session holds the advisory lock of a relay.';
+
+create or replace function outbox.claim_batch(
+    token      uuid,
+    batch_size integer  = 500,
+    lease      interval = '30 s',
+    max_bytes  bigint   = 8388608,
+    relay      bigint   = null
+)
+    returns setof outbox.claimed_message
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+as $function$
+declare
+    v_now       timestamptz := clock_timestamp();
+    v_safe_id   bigint;
+    v_look_due  boolean;
+    v_candidate record;
+    v_lane      outbox.lane;
+    v_gone      bigint[] := '{}';
+    v_quota     integer;
+    v_part      outbox._part;
+    v_lanes     integer := 0;
+    v_ids       bigint[] := '{}';
+    v_bytes     bigint := 0;
+    v_exchange  text;
+begin
+    perform outbox._require_read_committed();
+    if claim_batch.token is null then
+        perform outbox._refuse('OB001', 'token must not be null', 'Pass a new random UUID for each claim.');
+    end if;
+    if (claim_batch.batch_size between 1 and 10000) is not true then
+        perform outbox._refuse('OB011', 'batch_size must lie between 1 and 10000', 'The default is 500.');
+    end if;
+    if (claim_batch.lease between interval '1 second' and interval '1 hour') is not true then
+        perform outbox._refuse('OB011', 'lease must lie between 1 second and 1 hour', 'The default is 30 seconds.');
+    end if;
+    if (claim_batch.max_bytes > 0) is not true then
+        perform outbox._refuse('OB011', 'max_bytes must be positive', 'The default is 8 MiB.');
+    end if;
+    if exists (select from outbox.lane as l where l.token = claim_batch.token) then
+        perform outbox._refuse('OB012', 'token holds lanes already', 'Use a new token for each claim, or settle and release this one.');
+    end if;
+    if outbox._value_of('paused') = 'on' then
+        return;
+    end if;
+    -- This commit is the fence between an emit with synchronous_commit = off and its publishing. A set clause of the
+    -- function would have ended before the commit.
+    if current_setting('synchronous_commit') in ('off', 'local', 'remote_write') then
+        perform set_config('synchronous_commit', 'on', true);
+    end if;
+
+    select h.safe_id, h.due_checked_at <= v_now - interval '100 ms'
+    into v_safe_id, v_look_due
+    from outbox.horizon as h
+    order by h.version desc
+    limit 1;
+
+    for v_candidate in
+        select l.lane, l.relay, l.leased_until > v_now as leased
+        from generate_series(0, 63) as n
+        cross join lateral (
+            select x.lane, x.version, x.floor, x.relay, x.leased_until, x.suspects, x.served_at
+            from outbox.lane as x
+            where x.lane = n::smallint
+            order by x.version desc
+            limit 1
+        ) as l
+        left join lateral (
+            select true as found
+            from outbox.message as m
+            where m.lane = l.lane
+              and m.due_at is null
+              and m.id >= l.floor
+            limit 1
+        ) as ready on true
+        left join lateral (
+            select true as found
+            from outbox.message as m
+            where v_look_due
+              and m.lane = l.lane
+              and m.due_at is not null
+              and m.due_at <> 'infinity'
+              and m.due_at <= v_now
+            limit 1
+        ) as due on true
+        left join lateral (
+            select true as found
+            from outbox.held_key as k
+            where k.lane = l.lane
+              and k.head_id is null
+            limit 1
+        ) as held on true
+        where (ready.found or due.found or held.found or l.suspects <> '{}')
+          and (l.leased_until is null
+               or l.leased_until <= v_now
+               -- somebody else's lease: worth a look whether its holder lives
+               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
+        order by l.served_at, l.lane
+    loop
+        exit when v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
+        if v_candidate.leased and not v_candidate.relay = any (v_gone) then
+            continue when not pg_try_advisory_xact_lock_shared(v_candidate.relay);
+            v_gone := v_gone || v_candidate.relay;
+        end if;
+
+        select x.*
+        into v_lane
+        from outbox.lane as x
+        where x.lane = v_candidate.lane
+        order by x.version desc
+        limit 1
+        for update skip locked;
+        continue when not found;
+        if v_lane.leased_until > clock_timestamp() then
+            if v_lane.relay = any (v_gone) and v_lane.leased_until > v_now + interval '3 s' then
+                update outbox.lane as x
+                set version = x.version + 1,
+                    leased_until = v_now + interval '3 s'
+                where x.lane = v_lane.lane
+                  and x.version = v_lane.version;
+            end if;
+            continue;
+        end if;
+
+        v_lane := outbox._take_over(v_lane);
+        if v_lane.suspects <> '{}' then
+            -- What may have killed its relay goes out alone, so that it can kill nothing but itself.
+            continue when v_ids <> '{}';
+            v_part := outbox._take_suspect(v_lane, v_now);
+        else
+            v_quota := least(claim_batch.batch_size - cardinality(v_ids), greatest((claim_batch.batch_size + 7) / 8, 1));
+            v_part := outbox._take(v_lane, v_quota, claim_batch.max_bytes - v_bytes, v_ids = '{}', v_now, v_look_due, v_safe_id);
+        end if;
+
+        update outbox.lane as x
+        set version = x.version + 1,
+            floor = case when v_part.ids = '{}' then greatest(x.floor, v_part.reach + 1) else x.floor end,
+            reach = v_part.reach,
+            token = case when v_part.ids <> '{}' then claim_batch.token end,
+            relay = case when v_part.ids <> '{}' then claim_batch.relay end,
+            leased_until = case when v_part.ids <> '{}' then v_now + claim_batch.lease end,
+            handed = v_part.ids,
+            suspects = v_part.suspects,
+            kills = v_part.kills,
+            served_at = v_now
+        where x.lane = v_lane.lane
+          and x.version = v_lane.version;
+
+        v_ids := v_ids || v_part.ids;
+        v_bytes := v_bytes + v_part.bytes;
+        v_lanes := v_lanes + 1;
+        exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
+    end loop;
+
+    if v_look_due and v_lanes > 0 then
+        update outbox.horizon as h
+        set version = h.version + 1,
+            due_checked_at = v_now
+        where h.version = (
+            select x.version
+            from outbox.horizon as x
+            order by x.version desc
+            limit 1
+            for update skip locked
+        );
+    end if;
+
+    v_exchange := outbox._value_of('default_exchange');
+    return query
+    select
+        m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers, m.properties,
+        m.expires_at - v_now, m.attempts, m.created_at
+    from unnest(v_ids) with ordinality as i (id, n)
+    join outbox.message as m
+        on m.id = i.id
+    order by i.n;
+end
+$function$;
+
+comment on function outbox.claim_batch(uuid, integer, interval, bigint, bigint) is
+    'Leases free lanes to the token and returns their next messages in the order to publish them. Settle them before the lease ends.';
+
+create or replace function outbox._take_over(lane outbox.lane)
+    returns outbox.lane
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_lane outbox.lane := _take_over.lane;
+begin
+    -- A lease that ran out accuses nobody while its holder's session lives: that relay is slow, not dead.
+    if v_lane.relay is not null and pg_try_advisory_xact_lock_shared(v_lane.relay) then
+        if v_lane.suspects = '{}' then
+            v_lane.suspects := v_lane.handed;
+            v_lane.kills := 0;
+        elsif v_lane.handed = v_lane.suspects[1:1] then
+            v_lane.kills := v_lane.kills + 1;
+        end if;
+    end if;
+    return v_lane;
+end
+$function$;
+
+comment on function outbox._take_over(outbox.lane) is
+    'What an ended lease says about the messages in it.';
+
+create or replace function outbox._take_suspect(lane outbox.lane, at timestamptz)
+    returns outbox._part
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_part    outbox._part;
+    v_suspect record;
+begin
+    v_part.ids := '{}';
+    v_part.bytes := 0;
+    v_part.reach := (_take_suspect.lane).floor - 1;
+    v_part.suspects := (_take_suspect.lane).suspects;
+    v_part.kills := (_take_suspect.lane).kills;
+    loop
+        select m.id, s.n, octet_length(m.body) as bytes
+        into v_suspect
+        from unnest(v_part.suspects) with ordinality as s (id, n)
+        join outbox.message as m
+            on m.id = s.id
+        where (m.due_at is null or m.due_at <= _take_suspect.at)
+          and not exists (
+              select
+              from outbox.held_key as k
+              where k.lane = m.lane
+                and k.key = m.key
+                and k.head_id is distinct from m.id
+          )
+        order by s.n
+        limit 1
+        for update of m skip locked;
+        if not found then
+            v_part.suspects := '{}';
+            v_part.kills := 0;
+            return v_part;
+        end if;
+        if v_suspect.n > 1 then
+            v_part.suspects := v_part.suspects[v_suspect.n:];
+            v_part.kills := 0;
+        end if;
+        exit when v_part.kills < 5;
+
+        perform outbox._bury(array[v_suspect.id], array['killed_relay'], array['the relay died with it 5 times, nothing else in its hands'], 0);
+        v_part.suspects := v_part.suspects[2:];
+        v_part.kills := 0;
+    end loop;
+    v_part.ids := array[v_suspect.id];
+    v_part.bytes := v_suspect.bytes;
+    return v_part;
+end
+$function$;
+
+comment on function outbox._take_suspect(outbox.lane, timestamptz) is
+    'The first message that may have killed its relay, alone; dead after five such ends.';
+
+create or replace function outbox._take(
+    lane     outbox.lane,
+    quota    integer,
+    room     bigint,
+    first    boolean,
+    at       timestamptz,
+    look_due boolean,
+    safe_id  bigint
+)
+    returns outbox._part
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+as $function$
+declare
+    v_lane    smallint := (_take.lane).lane;
+    v_floor   bigint := (_take.lane).floor;
+    v_part    outbox._part;
+    v_keys    boolean;
+    v_key     text;
+    v_ids     bigint[];
+    v_until   bigint := 9223372036854775807;
+    v_expired bigint[];
+    v_read    integer;
+    v_last    bigint;
+    v_bytes   bigint;
+begin
+    v_part.ids := '{}';
+    v_part.bytes := 0;
+    v_part.reach := v_floor - 1;
+    v_part.suspects := '{}';
+    v_part.kills := 0;
+    v_keys := exists (select from outbox.held_key as k where k.lane = v_lane);
+
+    if _take.look_due then
+        select array_agg(d.id order by d.due_at, d.id)
+        into v_ids
+        from (
+            select m.id, m.due_at
+            from outbox.message as m
+            where m.lane = v_lane
+              and m.due_at is not null
+              and m.due_at <> 'infinity'
+              and m.due_at <= _take.at
+            order by m.due_at, m.id
+            limit _take.quota
+            for update skip locked
+        ) as d;
+        if v_keys then
+            with held as (
+                update outbox.message as m
+                set due_at = 'infinity'
+                from outbox.held_key as k
+                where m.id = any (v_ids)
+                  and k.lane = v_lane
+                  and k.key = m.key
+                  and k.head_id is distinct from m.id
+                returning m.id
+            )
+            select array_agg(i.id order by i.n)
+            into v_ids
+            from unnest(v_ids) with ordinality as i (id, n)
+            where i.id not in (select held.id from held);
+        end if;
+        v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
+    end if;
+
+    -- Keys whose head is out of the way: what was held behind it leaves in order, before anything newer.
+    if v_keys then
+        for v_key in
+            select k.key
+            from outbox.held_key as k
+            where k.lane = v_lane
+              and k.head_id is null
+            order by k.key
+        loop
+            exit when cardinality(v_part.ids) >= _take.quota or v_part.bytes >= _take.room;
+            select array_agg(h.id order by h.id)
+            into v_ids
+            from (
+                select m.id
+                from outbox.message as m
+                where m.lane = v_lane
+                  and m.key = v_key
+                  and m.due_at = 'infinity'
+                order by m.id
+                limit _take.quota - cardinality(v_part.ids)
+            ) as h;
+            if v_ids is null then
+                delete from outbox.held_key as k
+                where k.lane = v_lane
+                  and k.key = v_key;
+                continue;
+            end if;
+            -- One that is being cancelled stops those behind it, in case the cancel is rolled back.
+            with locked as (
+                select m.id
+                from outbox.message as m
+                where m.id = any (v_ids)
+                for update skip locked
+            )
+            select array_agg(i.id order by i.id)
+            into v_ids
+            from unnest(v_ids) as i (id)
+            where i.id < all (
+                select x.id
+                from unnest(v_ids) as x (id)
+                where x.id not in (select locked.id from locked)
+            );
+            v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
+        end loop;
+        v_keys := exists (select from outbox.held_key as k where k.lane = v_lane);
+    end if;
+
+    if cardinality(v_part.ids) >= _take.quota or v_part.bytes >= _take.room then
+        return v_part;
+    end if;
+
+    if v_keys then
+        -- Ready messages of a held key join the others behind its head: one update each, once.
+        for i in 1..5 loop
+            update outbox.message as m
+            set due_at = 'infinity'
+            from (
+                select r.id, r.key
+                from outbox.message as r
+                where r.lane = v_lane
+                  and r.due_at is null
+                  and r.id >= v_floor
+                order by r.id
+                limit 1000
+            ) as r
+            join outbox.held_key as k
+                on k.lane = v_lane
+                and k.key = r.key
+            where m.id = r.id;
+            exit when not found;
+        end loop;
+        select coalesce(min(r.id), v_until)
+        into v_until
+        from (
+            select r.id, r.key
+            from outbox.message as r
+            where r.lane = v_lane
+              and r.due_at is null
+              and r.id >= v_floor
+            order by r.id
+            limit _take.quota
+        ) as r
+        join outbox.held_key as k
+            on k.lane = v_lane
+            and k.key = r.key;
+    end if;
+
+    select
+        array_agg(r.id order by r.id) filter (where r.fits),
+        array_agg(r.id) filter (where r.fits and r.expires_at <= _take.at),
+        count(*),
+        max(r.id) filter (where r.fits),
+        sum(r.bytes) filter (where r.fits and (r.expires_at <= _take.at) is not true)
+    into v_ids, v_expired, v_read, v_last, v_bytes
+    from (
+        select
+            m.id,
+            m.expires_at,
+            m.bytes,
+            v_part.bytes + sum(m.bytes) over w <= _take.room
+                or _take.first and v_part.ids = '{}' and row_number() over w = 1 as fits
+        from (
+            select m.id, m.expires_at, octet_length(m.body) as bytes
+            from outbox.message as m
+            where m.lane = v_lane
+              and m.due_at is null
+              and m.id >= v_floor
+              and m.id < v_until
+            order by m.id
+            limit _take.quota - cardinality(v_part.ids)
+        ) as m
+        window w as (order by m.id rows unbounded preceding)
+    ) as r;
+
+    -- Everything ready up to here is in our hands; only what is proven may raise the floor.
+    v_part.reach := greatest(v_part.reach, least(_take.safe_id, case
+        when v_read > coalesce(cardinality(v_ids), 0) then coalesce(v_last, v_part.reach)
+        when v_read = _take.quota - cardinality(v_part.ids) then v_last
+        else v_until - 1
+    end));
+    if v_expired is not null then
+        perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
+        v_ids := array(select i.id from unnest(v_ids) as i (id) where i.id <> all (v_expired) order by i.id);
+    end if;
+    v_part.ids := v_part.ids || coalesce(v_ids, '{}');
+    v_part.bytes := v_part.bytes + coalesce(v_bytes, 0);
+    return v_part;
+end
+$function$;
+
+comment on function outbox._take(outbox.lane, integer, bigint, boolean, timestamptz, boolean, bigint) is
+    'The next messages of a lane that the caller has locked: due ones, then those behind a freed key, then ready ones.';
+
+create or replace function outbox._admit(part outbox._part, ids bigint[], room bigint, first boolean, at timestamptz)
+    returns outbox._part
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_part    outbox._part := _admit.part;
+    v_expired bigint[];
+    v_ids     bigint[];
+    v_bytes   bigint;
+begin
+    select array_agg(m.id)
+    into v_expired
+    from outbox.message as m
+    where m.id = any (_admit.ids)
+      and m.expires_at <= _admit.at;
+    if v_expired is not null then
+        perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
+    end if;
+
+    select array_agg(r.id order by r.n) filter (where r.fits), sum(r.bytes) filter (where r.fits)
+    into v_ids, v_bytes
+    from (
+        select
+            i.id,
+            i.n,
+            octet_length(m.body) as bytes,
+            v_part.bytes + sum(octet_length(m.body)) over w <= _admit.room
+                or _admit.first and v_part.ids = '{}' and row_number() over w = 1 as fits
+        from unnest(_admit.ids) with ordinality as i (id, n)
+        join outbox.message as m
+            on m.id = i.id
+        window w as (order by i.n rows unbounded preceding)
+    ) as r;
+    v_part.ids := v_part.ids || coalesce(v_ids, '{}');
+    v_part.bytes := v_part.bytes + coalesce(v_bytes, 0);
+    return v_part;
+end
+$function$;
+
+comment on function outbox._admit(outbox._part, bigint[], bigint, boolean, timestamptz) is
+    'Adds messages to what a claim takes, as far as there is room; buries those whose time is over.';
+
+create or replace function outbox.arm_wakeup()
+    returns boolean
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_bell integer := 'outbox.message'::regclass::oid::integer;
+begin
+    if exists (select from outbox._bell_holders() as h where h.pid = pg_backend_pid()) then
+        return true;
+    end if;
+    if pg_try_advisory_lock(v_bell, 1) then
+        return true;
+    end if;
+    -- Refused: by a relay that sleeps already (the next emit rings for both), or by emits in flight.
+    return exists (select from outbox._bell_holders());
+end
+$function$;
+
+comment on function outbox.arm_wakeup() is
+    'Before a relay sleeps. True: the next emit will NOTIFY outbox; claim once more, then sleep. False: an emit is in flight; poll again soon.';
+
+create or replace function outbox.disarm_wakeup()
+    returns void
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+begin
+    if exists (select from outbox._bell_holders() as h where h.pid = pg_backend_pid()) then
+        perform pg_advisory_unlock('outbox.message'::regclass::oid::integer, 1);
+    end if;
+end
+$function$;
+
+comment on function outbox.disarm_wakeup() is
+    'After a relay has woken: emits need not NOTIFY any more.';
+
+create or replace function outbox._bell_holders()
+    returns table (pid integer)
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+    select l.pid
+    from pg_locks as l
+    where l.locktype = 'advisory'
+      and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+      and l.classid = 'outbox.message'::regclass::oid
+      and l.objid = 1
+      and l.objsubid = 2
+      and l.mode = 'ExclusiveLock'
+      and l.granted;
+$function$;
+
+comment on function outbox._bell_holders() is
+    'Sessions that sleep until the doorbell rings.';
+
+create or replace function outbox.next_due()
+    returns timestamptz
+    language sql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+    select min(greatest(case when ready.found or held.found then l.leased_until else due.due_at end, l.leased_until))
+    from outbox._lanes() as l
+    left join lateral (
+        select true as found
+        from outbox.message as m
+        where m.lane = l.lane
+          and m.due_at is null
+          and m.id >= l.floor
+          and not m.id = any (l.handed)
+        order by m.id
+        limit 1
+    ) as ready on true
+    left join lateral (
+        select m.due_at
+        from outbox.message as m
+        where m.lane = l.lane
+          and m.due_at is not null
+          and m.due_at <> 'infinity'
+          and not m.id = any (l.handed)
+        order by m.due_at, m.id
+        limit 1
+    ) as due on true
+    left join lateral (
+        select true as found
+        from outbox.held_key as k
+        where k.lane = l.lane
+          and k.head_id is null
+        limit 1
+    ) as held on true;
+$function$;
+
+comment on function outbox.next_due() is
+    'When to look again at the latest: the earliest message that waits for a time, or end of a lease that others wait behind; null if nothing waits.';

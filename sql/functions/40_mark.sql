@@ -1,0 +1,374 @@
+-- CODE. Station 40: the broker has confirmed. And the floor: how far down a claim need not look.
+-- Every settling call filters by token: a relay whose lane was taken over settles nothing of it any more.
+
+create or replace function outbox._advance_horizon()
+    returns void
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_now     timestamptz := clock_timestamp();
+    v_last    bigint;
+    v_fresh   boolean;
+    v_horizon outbox.horizon;
+    v_before  bigint;
+    v_xmin    xid8;
+begin
+    if exists (
+        select
+        from (select h.checked_at from outbox.horizon as h order by h.version desc limit 1) as h
+        where h.checked_at > v_now - interval '20 ms'
+    ) then
+        return;
+    end if;
+
+    -- The sequence first, the xid after it: whoever drew an id up to v_last drew its xid before that, so it is older
+    -- than ours. Locking the row draws ours; a transaction that has one already can prove nothing new.
+    v_fresh := pg_current_xact_id_if_assigned() is null;
+    v_last := coalesce(pg_sequence_last_value('outbox.message_id_seq'), 0);
+    select h.*
+    into v_horizon
+    from outbox.horizon as h
+    order by h.version desc
+    limit 1
+    for update skip locked;
+    if not found then
+        return;
+    end if;
+
+    v_before := v_horizon.safe_id;
+    v_xmin := pg_snapshot_xmin(pg_current_snapshot());
+    if v_horizon.pending_xid <= v_xmin then
+        v_horizon.safe_id := greatest(v_horizon.safe_id, v_horizon.pending_id);
+        v_horizon.pending_id := null;
+        v_horizon.pending_xid := null;
+    end if;
+    if v_horizon.noted_xids is not null and not outbox._any_in_progress(v_horizon.noted_xids) then
+        v_horizon.safe_id := greatest(v_horizon.safe_id, v_horizon.noted_id);
+        v_horizon.noted_id := null;
+        v_horizon.noted_xids := null;
+    end if;
+    if v_horizon.safe_id > v_before then
+        v_horizon.moved_at := v_now;
+    end if;
+
+    if v_horizon.pending_id is null and v_fresh then
+        v_horizon.pending_id := v_last;
+        v_horizon.pending_xid := pg_current_xact_id();
+    end if;
+    -- The xid proof waits for every transaction of the database server. When it stands still, ask only about those
+    -- that can have drawn an id: they hold a lock on the table until they end.
+    if v_horizon.noted_xids is null
+       and v_horizon.safe_id < v_last
+       and v_horizon.moved_at < v_now - interval '500 ms'
+       and v_horizon.noted_at < v_now - interval '500 ms'
+    then
+        v_horizon.noted_id := v_last;
+        v_horizon.noted_xids := outbox._emitter_xids();
+        v_horizon.noted_at := v_now;
+    end if;
+
+    update outbox.horizon as h
+    set version = h.version + 1,
+        safe_id = v_horizon.safe_id,
+        moved_at = v_horizon.moved_at,
+        checked_at = v_now,
+        pending_id = v_horizon.pending_id,
+        pending_xid = v_horizon.pending_xid,
+        noted_id = v_horizon.noted_id,
+        noted_xids = v_horizon.noted_xids,
+        noted_at = v_horizon.noted_at
+    where h.version = v_horizon.version;
+end
+$function$;
+
+comment on function outbox._advance_horizon() is
+    'Moves on the id up to which every transaction that drew one has ended. Called first by whatever settles.';
+
+create or replace function outbox._any_in_progress(xids xid8[])
+    returns boolean
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+    select exists (
+        select
+        from unnest(_any_in_progress.xids) as x (xid)
+        where case when x.xid < pg_snapshot_xmax(pg_current_snapshot()) then pg_xact_status(x.xid) = 'in progress' else true end
+    );
+$function$;
+
+comment on function outbox._any_in_progress(xid8[]) is
+    'Whether one of these transactions is still open, prepared ones included.';
+
+create or replace function outbox._emitter_xids()
+    returns xid8[]
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_xids xid8[] := '{}';
+begin
+    -- Twice, because PREPARE TRANSACTION moves a transaction's locks one after the other to another owner: one look
+    -- may miss it in the middle, two cannot.
+    for i in 1..2 loop
+        v_xids := v_xids || array(
+            select outbox._widen(x.transactionid::text::bigint)
+            from pg_locks as r
+            join pg_locks as x
+                on x.virtualtransaction = r.virtualtransaction
+                and x.pid is not distinct from r.pid
+            where r.locktype = 'relation'
+              and r.database = (select d.oid from pg_database as d where d.datname = current_database())
+              and r.relation = 'outbox.message'::regclass
+              and r.mode = 'RowExclusiveLock'
+              and x.locktype = 'transactionid'
+              and x.mode = 'ExclusiveLock'
+              and x.granted
+              and x.transactionid <> coalesce(pg_current_xact_id_if_assigned()::xid, '0')
+        );
+    end loop;
+    return v_xids;
+end
+$function$;
+
+comment on function outbox._emitter_xids() is
+    'Open transactions, prepared ones included, that may have drawn a message id.';
+
+create or replace function outbox.mark_sent(token uuid, ids bigint[])
+    returns integer
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+as $function$
+declare
+    v_ids bigint[];
+begin
+    perform outbox._require_read_committed();
+    if mark_sent.token is null or mark_sent.ids is null then
+        perform outbox._refuse('OB001', 'token and ids must not be null', 'Pass the token of the claim and the ids that were confirmed.');
+    end if;
+    perform outbox._advance_horizon();
+
+    v_ids := outbox._held_by(mark_sent.token, mark_sent.ids);
+    if v_ids = '{}' then
+        return 0;
+    end if;
+    with gone as (
+        delete from outbox.message as m
+        where m.id = any (v_ids)
+        returning m.id, m.lane, m.key, m.due_at
+    )
+    update outbox.held_key as k
+    set head_id = null
+    from gone as g
+    where g.due_at is not null
+      and k.lane = g.lane
+      and k.key = g.key
+      and k.head_id = g.id;
+    perform outbox._settle(mark_sent.token, v_ids);
+    return cardinality(v_ids);
+end
+$function$;
+
+comment on function outbox.mark_sent(uuid, bigint[]) is
+    'Settles messages the broker has confirmed; returns how many. Fewer than given: the lease was lost, or they were settled before.';
+
+create or replace function outbox._held_by(token uuid, ids bigint[])
+    returns bigint[]
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_handed bigint[];
+begin
+    -- In the order of lanes, as everybody locks them.
+    select array_agg(h.id)
+    into v_handed
+    from (
+        select l.handed
+        from outbox.lane as l
+        where l.token = _held_by.token
+        order by l.lane
+        for update
+    ) as l
+    cross join lateral unnest(l.handed) as h (id);
+    return array(
+        select h.id
+        from unnest(v_handed) as h (id)
+        where h.id in (select i.id from unnest(_held_by.ids) as i (id))
+    );
+end
+$function$;
+
+comment on function outbox._held_by(uuid, bigint[]) is
+    'Locks the lanes of a token and returns those of the ids that they handed out and that are not settled.';
+
+create or replace function outbox._settle(token uuid, ids bigint[])
+    returns void
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+    update outbox.lane as l
+    set version = l.version + 1,
+        floor = case when r.handed = '{}' then greatest(l.floor, l.reach + 1) else l.floor end,
+        token = case when r.handed <> '{}' then l.token end,
+        relay = case when r.handed <> '{}' then l.relay end,
+        leased_until = case when r.handed <> '{}' then l.leased_until end,
+        handed = r.handed,
+        kills = case when l.suspects[1] = any (_settle.ids) then 0 else l.kills end,
+        suspects = case
+            when l.suspects = '{}' then l.suspects
+            else array(select s.id from unnest(l.suspects) with ordinality as s (id, n) where s.id <> all (_settle.ids) order by s.n)
+        end
+    from (
+        select
+            x.lane,
+            array(select h.id from unnest(x.handed) as h (id) where h.id not in (select i.id from unnest(_settle.ids) as i (id))) as handed
+        from outbox.lane as x
+        where x.token = _settle.token
+    ) as r
+    where l.lane = r.lane
+      and l.token = _settle.token;
+$function$;
+
+comment on function outbox._settle(uuid, bigint[]) is
+    'Strikes ids off the lanes of a token; a lane with nothing left is free and its floor follows.';
+
+create or replace function outbox.release_batch(token uuid)
+    returns integer
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+as $function$
+declare
+    v_released integer;
+begin
+    perform outbox._require_read_committed();
+    if release_batch.token is null then
+        perform outbox._refuse('OB001', 'token must not be null', 'Pass the token of the claim.');
+    end if;
+    perform outbox._advance_horizon();
+
+    perform
+    from outbox.lane as l
+    where l.token = release_batch.token
+    order by l.lane
+    for update;
+    with released as (
+        update outbox.lane as l
+        set version = l.version + 1,
+            -- The floor stops at the first message given back.
+            floor = greatest(l.floor, least(l.reach + 1, r.first_ready)),
+            token = null,
+            relay = null,
+            leased_until = null,
+            handed = '{}'
+        from (
+            select
+                x.lane,
+                cardinality(x.handed) as open,
+                (select min(m.id) from outbox.message as m where m.id = any (x.handed) and m.due_at is null) as first_ready
+            from outbox.lane as x
+            where x.token = release_batch.token
+        ) as r
+        where l.lane = r.lane
+          and l.token = release_batch.token
+        returning r.open
+    )
+    select coalesce(sum(released.open), 0)
+    into v_released
+    from released;
+    return v_released;
+end
+$function$;
+
+comment on function outbox.release_batch(uuid) is
+    'Gives back what is unfinished of a claim, counting no attempt; returns how many messages.';
+
+create or replace function outbox.extend_lease(token uuid, lease interval)
+    returns boolean
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_relay bigint := nullif(current_setting('outbox.relay', true), '')::bigint;
+begin
+    perform outbox._require_read_committed();
+    if extend_lease.token is null then
+        perform outbox._refuse('OB001', 'token must not be null', 'Pass the token of the claim.');
+    end if;
+    if (extend_lease.lease between interval '1 second' and interval '1 hour') is not true then
+        perform outbox._refuse('OB011', 'lease must lie between 1 second and 1 hour', 'Pass what claim_batch() was called with.');
+    end if;
+
+    perform
+    from outbox.lane as l
+    where l.token = extend_lease.token
+    order by l.lane
+    for update;
+    update outbox.lane as l
+    set version = l.version + 1,
+        leased_until = clock_timestamp() + extend_lease.lease,
+        -- A relay that came back with a new session answers for its lanes with that one.
+        relay = case when l.relay is not null and v_relay is not null then v_relay else l.relay end
+    where l.token = extend_lease.token;
+    return found;
+end
+$function$;
+
+comment on function outbox.extend_lease(uuid, interval) is
+    'Holds a claim for longer, from now. False: nothing is held under this token any more.';
+
+create or replace function outbox.wait_sent(id bigint, timeout interval)
+    returns boolean
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_until timestamptz := clock_timestamp() + wait_sent.timeout;
+begin
+    perform outbox._require_read_committed();
+    if wait_sent.id is null then
+        perform outbox._refuse('OB001', 'id must not be null', 'Pass the id that emit() returned.');
+    end if;
+    -- Whoever waits in a function pins the snapshot horizon of the whole server.
+    if (wait_sent.timeout between interval '0' and interval '10 s') is not true then
+        perform outbox._refuse('OB011', 'timeout must lie between 0 and 10 seconds', 'Call it again to wait for longer.');
+    end if;
+
+    loop
+        if exists (select from outbox.dead_letter as d where d.id = wait_sent.id) then
+            return false;
+        end if;
+        if not exists (select from outbox.message as m where m.id = wait_sent.id) then
+            return wait_sent.id <= coalesce(pg_sequence_last_value('outbox.message_id_seq'), 0);
+        end if;
+        if clock_timestamp() >= v_until then
+            return false;
+        end if;
+        perform pg_sleep(least(0.02, extract(epoch from v_until - clock_timestamp())));
+    end loop;
+end
+$function$;
+
+comment on function outbox.wait_sent(bigint, interval) is
+    'Waits until a committed message has been sent: true. False: the time is over, or it is dead, or it was never emitted.';

@@ -1,0 +1,294 @@
+-- CODE. Station 45: the broker has refused. Back-off, dead letters, and the way back from there.
+-- A message that failed waits in due_at and holds its key: what follows it waits behind it, in order.
+
+create or replace function outbox._backoff(attempts integer)
+    returns interval
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_base       double precision := extract(epoch from outbox._value_of('retry_base')::interval);
+    v_multiplier double precision := outbox._value_of('retry_multiplier')::double precision;
+    v_cap        double precision := extract(epoch from outbox._value_of('retry_cap')::interval);
+    v_jitter     double precision := outbox._value_of('retry_jitter')::double precision;
+begin
+    -- Compared as logarithms: the power itself overflows long before attempts does.
+    if ln(v_base) + _backoff.attempts * ln(v_multiplier) < ln(v_cap) then
+        v_cap := v_base * power(v_multiplier, _backoff.attempts);
+    end if;
+    return make_interval(secs => v_cap * (1 + v_jitter * (2 * random() - 1)));
+end
+$function$;
+
+comment on function outbox._backoff(integer) is
+    'How long to wait after a failure with this many before it: base * multiplier^n, capped, then jittered.';
+
+create or replace function outbox._bury(ids bigint[], reasons text[], errors text[], attempt integer)
+    returns void
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $function$
+declare
+    v_park boolean := outbox._value_of('on_dead') = 'park';
+begin
+    with gone as (
+        delete from outbox.message as m
+        where m.id = any (_bury.ids)
+        returning m.*
+    ),
+    buried as (
+        insert into outbox.dead_letter (
+            id, dead_at, reason, error, lane, message_id, exchange, routing_key, key, content_type, headers, properties, created_at,
+            expires_at, attempts, emitted_by, dedup_key, body
+        )
+        select
+            g.id, clock_timestamp(), d.reason, coalesce(left(d.error, 1000), g.error), g.lane, g.message_id, g.exchange, g.routing_key,
+            g.key, g.content_type, g.headers, g.properties, g.created_at, g.expires_at, g.attempts + _bury.attempt, g.emitted_by,
+            g.dedup_key, g.body
+        from gone as g
+        join unnest(_bury.ids, _bury.reasons, _bury.errors) as d (id, reason, error)
+            on d.id = g.id
+        returning id, lane, key
+    ),
+    parked as (
+        insert into outbox.held_key as k (lane, key, head_id)
+        select b.lane, b.key, min(b.id)
+        from buried as b
+        where v_park
+          and b.key is not null
+        group by b.lane, b.key
+        on conflict on constraint held_key_pkey do update
+            set head_id = least(k.head_id, excluded.head_id)
+    )
+    update outbox.held_key as k
+    set head_id = null
+    from buried as b
+    where not v_park
+      and k.lane = b.lane
+      and k.key = b.key
+      and k.head_id = b.id;
+end
+$function$;
+
+comment on function outbox._bury(bigint[], text[], text[], integer) is
+    'Moves messages to dead_letter; their keys go on or are parked, as the setting on_dead says.';
+
+create or replace function outbox.mark_failed(
+    token    uuid,
+    ids      bigint[],
+    errors   text[],
+    reasons  text[]     = null,
+    retry_in interval[] = null
+)
+    returns integer
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+as $function$
+declare
+    v_now     timestamptz := clock_timestamp();
+    v_ids     bigint[];
+    v_most    integer := outbox._value_of('max_attempts')::integer;
+    v_dead    bigint[];
+    v_reasons text[];
+    v_errors  text[];
+begin
+    perform outbox._require_read_committed();
+    if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null then
+        perform outbox._refuse('OB001', 'token, ids and errors must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
+    end if;
+    if cardinality(mark_failed.errors) <> cardinality(mark_failed.ids)
+       or cardinality(mark_failed.reasons) <> cardinality(mark_failed.ids)
+       or cardinality(mark_failed.retry_in) <> cardinality(mark_failed.ids)
+    then
+        perform outbox._refuse('OB013', 'ids, errors, reasons and retry_in must have the same length', 'Pass one element for each id; null stands for none.');
+    end if;
+    if exists (
+        select
+        from unnest(mark_failed.reasons) as r (reason)
+        where r.reason not in ('max_attempts', 'unroutable', 'rejected', 'expired', 'killed_relay')
+    ) then
+        perform outbox._refuse('OB014', 'reasons contains an unknown reason', 'Reasons are max_attempts, unroutable, rejected, expired and killed_relay.');
+    end if;
+    if exists (select from unnest(mark_failed.retry_in) as r (retry_in) where r.retry_in < interval '0') then
+        perform outbox._refuse('OB011', 'retry_in must not be negative', 'Pass null for the usual back-off.');
+    end if;
+    perform outbox._advance_horizon();
+
+    v_ids := outbox._held_by(mark_failed.token, mark_failed.ids);
+    if v_ids = '{}' then
+        return 0;
+    end if;
+
+    select array_agg(m.id), array_agg(coalesce(f.reason, 'max_attempts')), array_agg(f.error)
+    into v_dead, v_reasons, v_errors
+    from unnest(mark_failed.ids, mark_failed.errors, mark_failed.reasons) as f (id, error, reason)
+    join outbox.message as m
+        on m.id = f.id
+    where f.id = any (v_ids)
+      and (f.reason in ('rejected', 'expired') or m.attempts + 1 >= v_most);
+    if v_dead is not null then
+        perform outbox._bury(v_dead, v_reasons, v_errors, 1);
+    end if;
+
+    -- The first failing message of a key becomes its head; the others of the key wait behind it.
+    with failed as (
+        select m.id, m.lane, m.key
+        from outbox.message as m
+        where m.id = any (v_ids)
+          and m.key is not null
+    ),
+    before as (
+        select k.lane, k.key, k.head_id
+        from outbox.held_key as k
+        where (k.lane, k.key) in (select f.lane, f.key from failed as f)
+    ),
+    after as (
+        insert into outbox.held_key as k (lane, key, head_id)
+        select f.lane, f.key, min(f.id)
+        from failed as f
+        group by f.lane, f.key
+        on conflict on constraint held_key_pkey do update
+            set head_id = least(k.head_id, excluded.head_id)
+        returning k.lane, k.key, k.head_id
+    )
+    update outbox.message as m
+    set due_at = 'infinity'
+    from before as b
+    join after as a
+        on a.lane = b.lane
+        and a.key = b.key
+    where m.id = b.head_id
+      and a.head_id < b.head_id;
+
+    update outbox.message as m
+    set attempts = m.attempts + 1,
+        error = left(f.error, 1000),
+        due_at = case
+            when m.key is not null and not exists (
+                select
+                from outbox.held_key as k
+                where k.lane = m.lane
+                  and k.key = m.key
+                  and k.head_id = m.id
+            ) then 'infinity'
+            else v_now + coalesce(f.retry_in, outbox._backoff(m.attempts))
+        end
+    from unnest(
+        mark_failed.ids, mark_failed.errors,
+        coalesce(mark_failed.retry_in, array_fill(null::interval, array[cardinality(mark_failed.ids)]))
+    ) as f (id, error, retry_in)
+    where m.id = f.id
+      and f.id = any (v_ids);
+
+    perform outbox._settle(mark_failed.token, v_ids);
+    return cardinality(v_ids);
+end
+$function$;
+
+comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[]) is
+    'Settles messages the broker refused: each is retried after a back-off, or dead. Returns how many; fewer than given as for mark_sent().';
+
+create or replace function outbox.requeue_dead(ids bigint[])
+    returns integer
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_now      timestamptz := clock_timestamp();
+    v_requeued integer;
+begin
+    perform outbox._require_read_committed();
+    if requeue_dead.ids is null then
+        perform outbox._refuse('OB001', 'ids must not be null', 'Pass ids of outbox.dead_letter.');
+    end if;
+    with gone as (
+        delete from outbox.dead_letter as d
+        where d.id = any (requeue_dead.ids)
+        returning d.*
+    )
+    insert into outbox.message (
+        id, lane, due_at, message_id, exchange, routing_key, key, content_type, headers, properties, created_at, expires_at, attempts,
+        emitted_by, dedup_key, error, body
+    )
+    select
+        -- due now, never ready: the lane's floor may have passed its id
+        g.id, g.lane, v_now, g.message_id, g.exchange, g.routing_key, g.key, g.content_type, g.headers, g.properties, g.created_at,
+        v_now + (g.expires_at - g.created_at), 0, g.emitted_by, g.dedup_key, g.error, g.body
+    from gone as g;
+    get diagnostics v_requeued = row_count;
+    return v_requeued;
+end
+$function$;
+
+comment on function outbox.requeue_dead(bigint[]) is
+    'Puts dead letters back, due now, with no attempts counted; returns how many there were.';
+
+create or replace function outbox.purge_dead(older_than interval)
+    returns integer
+    language plpgsql
+    volatile
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+begin
+    perform outbox._require_read_committed();
+    if purge_dead.older_than is null then
+        perform outbox._refuse('OB001', 'older_than must not be null', 'Pass interval ''0'' to remove all dead letters.');
+    end if;
+    if purge_dead.older_than < interval '0' then
+        perform outbox._refuse('OB011', 'older_than must not be negative', 'Pass interval ''0'' to remove all dead letters.');
+    end if;
+    return outbox._purge_dead(clock_timestamp() - purge_dead.older_than, null);
+end
+$function$;
+
+comment on function outbox.purge_dead(interval) is
+    'Removes dead letters that died longer ago than this; returns how many. Keys parked behind them go on.';
+
+create or replace function outbox._purge_dead(before timestamptz, most integer)
+    returns integer
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_purged integer;
+begin
+    with gone as (
+        delete from outbox.dead_letter as d
+        where d.id in (
+            select x.id
+            from outbox.dead_letter as x
+            where x.dead_at <= _purge_dead.before
+            order by x.dead_at
+            limit _purge_dead.most
+            for update skip locked
+        )
+        returning d.id, d.lane, d.key
+    ),
+    freed as (
+        update outbox.held_key as k
+        set head_id = null
+        from gone as g
+        where k.lane = g.lane
+          and k.key = g.key
+          and k.head_id = g.id
+    )
+    select count(*)
+    into v_purged
+    from gone;
+    return v_purged;
+end
+$function$;
+
+comment on function outbox._purge_dead(timestamptz, integer) is
+    'Removes dead letters that died before a time, at most so many; keys parked behind them go on.';

@@ -1,0 +1,3 @@
+
+commit;
+\echo outbox @DONE@ @VERSION@

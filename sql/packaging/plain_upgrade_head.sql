@@ -1,0 +1,31 @@
+-- Upgrades a plain outbox @FROM@ to @VERSION@, in one transaction: psql -d DATABASE -f outbox-upgrade-@FROM@-@VERSION@.sql
+-- Run it as the owner of schema outbox. Stops at the first error and then leaves everything as it was.
+\set ON_ERROR_STOP on
+\set QUIET on
+
+begin isolation level read committed read write;
+set local client_min_messages = warning;
+set local standard_conforming_strings = on;
+set local search_path = pg_catalog, pg_temp;
+
+do $do$
+begin
+    perform pg_advisory_xact_lock(hashtextextended('outbox install', 0));
+    if exists (select from pg_extension as e where e.extname = 'outbox') then
+        raise exception 'outbox is installed as an extension in this database'
+            using errcode = 'OB090',
+                  hint = 'Run: alter extension outbox update;';
+    end if;
+    if to_regprocedure('outbox.version()') is null then
+        raise exception 'outbox is not installed in this database'
+            using errcode = 'OB090',
+                  hint = 'Run outbox-install.sql instead.';
+    end if;
+    if outbox.version() <> '@FROM@' then
+        raise exception 'outbox in this database has version %, and this script upgrades @FROM@', outbox.version()
+            using errcode = 'OB090',
+                  hint = 'Run the upgrade scripts from that version on, one after the other.';
+    end if;
+end
+$do$;
+
