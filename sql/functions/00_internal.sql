@@ -26,11 +26,12 @@ comment on function outbox._refuse(text, text, text) is
 
 create or replace function outbox._value_of(name text)
     returns text
-    language sql
+    language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
 as $function$
-    select coalesce(
+begin
+    return coalesce(
         (select s.value from outbox.setting as s where s.name = _value_of.name),
         case _value_of.name
             when 'default_exchange' then 'outbox'
@@ -49,6 +50,7 @@ as $function$
             when 'paused'           then 'off'
         end
     );
+end
 $function$;
 
 comment on function outbox._value_of(text) is

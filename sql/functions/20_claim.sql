@@ -76,6 +76,7 @@ create or replace function outbox.claim_batch(
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
+    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
@@ -124,13 +125,23 @@ begin
 
     for v_candidate in
         select l.lane, l.relay, l.leased_until > v_now as leased
-        from generate_series(0, 63) as n
-        cross join lateral (
-            select x.lane, x.version, x.floor, x.relay, x.leased_until, x.suspects, x.served_at
-            from outbox.lane as x
-            where x.lane = n::smallint
-            order by x.version desc
-            limit 1
+        -- Sorted first, looked into as far as the loop goes: with a backlog a few lanes fill the batch.
+        from (
+            select x.*
+            from generate_series(0, 63) as n
+            cross join lateral (
+                select x.lane, x.floor, x.relay, x.leased_until, x.suspects, x.served_at
+                from outbox.lane as x
+                where x.lane = n::smallint
+                order by x.version desc
+                limit 1
+            ) as x
+            where x.leased_until is null
+               or x.leased_until <= v_now
+               -- somebody else's lease: worth a look whether its holder lives
+               or x.leased_until > v_now + interval '3 s' and x.relay is not null and x.relay is distinct from claim_batch.relay
+            order by x.served_at, x.lane
+            offset 0
         ) as l
         left join lateral (
             select true as found
@@ -157,11 +168,7 @@ begin
               and k.head_id is null
             limit 1
         ) as held on true
-        where (ready.found or due.found or held.found or l.suspects <> '{}')
-          and (l.leased_until is null
-               or l.leased_until <= v_now
-               -- somebody else's lease: worth a look whether its holder lives
-               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
+        where ready.found or due.found or held.found or l.suspects <> '{}'
         order by l.served_at, l.lane
     loop
         exit when v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
@@ -195,7 +202,7 @@ begin
             continue when v_ids <> '{}';
             v_part := outbox._take_suspect(v_lane, v_now);
         else
-            v_quota := least(claim_batch.batch_size - cardinality(v_ids), greatest((claim_batch.batch_size + 7) / 8, 1));
+            v_quota := claim_batch.batch_size - cardinality(v_ids);
             v_part := outbox._take(v_lane, v_quota, claim_batch.max_bytes - v_bytes, v_ids = '{}', v_now, v_look_due, v_safe_id);
         end if;
 
@@ -344,6 +351,7 @@ create or replace function outbox._take(
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
+    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_lane    smallint := (_take.lane).lane;
@@ -353,10 +361,10 @@ declare
     v_key     text;
     v_ids     bigint[];
     v_until   bigint := 9223372036854775807;
-    v_expired bigint[];
-    v_read    integer;
-    v_last    bigint;
+    v_quota   integer;
     v_bytes   bigint;
+    v_expired boolean;
+    v_reach   bigint;
 begin
     v_part.ids := '{}';
     v_part.bytes := 0;
@@ -485,45 +493,33 @@ begin
             and k.key = r.key;
     end if;
 
-    select
-        array_agg(r.id order by r.id) filter (where r.fits),
-        array_agg(r.id) filter (where r.fits and r.expires_at <= _take.at),
-        count(*),
-        max(r.id) filter (where r.fits),
-        sum(r.bytes) filter (where r.fits and (r.expires_at <= _take.at) is not true)
-    into v_ids, v_expired, v_read, v_last, v_bytes
+    v_quota := _take.quota - cardinality(v_part.ids);
+    select array_agg(r.id order by r.id), sum(r.bytes), bool_or(r.expires_at <= _take.at)
+    into v_ids, v_bytes, v_expired
     from (
-        select
-            m.id,
-            m.expires_at,
-            m.bytes,
-            v_part.bytes + sum(m.bytes) over w <= _take.room
-                or _take.first and v_part.ids = '{}' and row_number() over w = 1 as fits
-        from (
-            select m.id, m.expires_at, octet_length(m.body) as bytes
-            from outbox.message as m
-            where m.lane = v_lane
-              and m.due_at is null
-              and m.id >= v_floor
-              and m.id < v_until
-            order by m.id
-            limit _take.quota - cardinality(v_part.ids)
-        ) as m
-        window w as (order by m.id rows unbounded preceding)
+        select m.id, octet_length(m.body) as bytes, m.expires_at
+        from outbox.message as m
+        where m.lane = v_lane
+          and m.due_at is null
+          and m.id >= v_floor
+          and m.id < v_until
+        order by m.id
+        limit v_quota
     ) as r;
-
-    -- Everything ready up to here is in our hands; only what is proven may raise the floor.
-    v_part.reach := greatest(v_part.reach, least(_take.safe_id, case
-        when v_read > coalesce(cardinality(v_ids), 0) then coalesce(v_last, v_part.reach)
-        when v_read = _take.quota - cardinality(v_part.ids) then v_last
-        else v_until - 1
-    end));
-    if v_expired is not null then
-        perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
-        v_ids := array(select i.id from unnest(v_ids) as i (id) where i.id <> all (v_expired) order by i.id);
+    -- Everything ready up to here is in our hands or gone. Only what is proven may raise the floor later.
+    v_reach := case when cardinality(v_ids) = v_quota then v_ids[v_quota] else v_until - 1 end;
+    if v_expired or v_bytes > _take.room - v_part.bytes then
+        v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
+        select coalesce(min(m.id) - 1, v_reach)
+        into v_reach
+        from outbox.message as m
+        where m.id = any (v_ids)
+          and m.id <> all (v_part.ids);
+    elsif v_ids is not null then
+        v_part.ids := v_part.ids || v_ids;
+        v_part.bytes := v_part.bytes + v_bytes;
     end if;
-    v_part.ids := v_part.ids || coalesce(v_ids, '{}');
-    v_part.bytes := v_part.bytes + coalesce(v_bytes, 0);
+    v_part.reach := greatest(v_part.reach, least(_take.safe_id, v_reach));
     return v_part;
 end
 $function$;

@@ -146,6 +146,7 @@ create or replace function outbox.mark_sent(token uuid, ids bigint[])
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
+    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_ids bigint[];
@@ -160,18 +161,15 @@ begin
     if v_ids = '{}' then
         return 0;
     end if;
-    with gone as (
-        delete from outbox.message as m
-        where m.id = any (v_ids)
-        returning m.id, m.lane, m.key, m.due_at
-    )
+    -- A failing message that got through at last: its key may go on.
     update outbox.held_key as k
     set head_id = null
-    from gone as g
-    where g.due_at is not null
-      and k.lane = g.lane
-      and k.key = g.key
-      and k.head_id = g.id;
+    from outbox.lane as l
+    where l.token = mark_sent.token
+      and k.lane = l.lane
+      and k.head_id in (select i.id from unnest(v_ids) as i (id));
+    delete from outbox.message as m
+    where m.id = any (v_ids);
     perform outbox._settle(mark_sent.token, v_ids);
     return cardinality(v_ids);
 end
@@ -185,7 +183,6 @@ create or replace function outbox._held_by(token uuid, ids bigint[])
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
 as $function$
 declare
     v_handed bigint[];
@@ -214,11 +211,18 @@ comment on function outbox._held_by(uuid, bigint[]) is
 
 create or replace function outbox._settle(token uuid, ids bigint[])
     returns void
-    language sql
+    language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
 as $function$
+begin
+    with rest as materialized (
+        select
+            x.lane,
+            array(select h.id from unnest(x.handed) as h (id) where h.id not in (select i.id from unnest(_settle.ids) as i (id))) as handed
+        from outbox.lane as x
+        where x.token = _settle.token
+    )
     update outbox.lane as l
     set version = l.version + 1,
         floor = case when r.handed = '{}' then greatest(l.floor, l.reach + 1) else l.floor end,
@@ -231,15 +235,10 @@ as $function$
             when l.suspects = '{}' then l.suspects
             else array(select s.id from unnest(l.suspects) with ordinality as s (id, n) where s.id <> all (_settle.ids) order by s.n)
         end
-    from (
-        select
-            x.lane,
-            array(select h.id from unnest(x.handed) as h (id) where h.id not in (select i.id from unnest(_settle.ids) as i (id))) as handed
-        from outbox.lane as x
-        where x.token = _settle.token
-    ) as r
+    from rest as r
     where l.lane = r.lane
       and l.token = _settle.token;
+end
 $function$;
 
 comment on function outbox._settle(uuid, bigint[]) is
@@ -253,6 +252,7 @@ create or replace function outbox.release_batch(token uuid)
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
+    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_released integer;

@@ -90,6 +90,7 @@ create or replace function outbox.mark_failed(
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
+    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_now     timestamptz := clock_timestamp();

@@ -5,7 +5,6 @@
 
 begin isolation level read committed read write;
 set local client_min_messages = warning;
-set local standard_conforming_strings = on;
 -- As in create extension: names in the body mean what the server ships, whatever the caller's path finds.
 set local search_path = pg_catalog, pg_temp;
 

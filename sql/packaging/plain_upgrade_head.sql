@@ -5,7 +5,6 @@
 
 begin isolation level read committed read write;
 set local client_min_messages = warning;
-set local standard_conforming_strings = on;
 set local search_path = pg_catalog, pg_temp;
 
 do $do$

@@ -23,7 +23,10 @@ create table outbox.lane (
 -- The lanes of one token; dead versions carry other tokens.
 create index lane_token on outbox.lane (token) where token is not null;
 
+-- The ids of a batch stay in the row, uncompressed: toasting them costs more than writing them.
+alter table outbox.lane alter column handed set storage external;
 alter table outbox.lane set (
+    toast_tuple_target = 8160,
     fillfactor = 50,
     autovacuum_vacuum_scale_factor = 0.0,
     autovacuum_vacuum_threshold = 2000,
