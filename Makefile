@@ -40,15 +40,15 @@ env: ## print the settings that connect a shell to them: eval "$(make -s env)"
 build: ## write the extension script and the psql scripts to build/
 	@$(PYTHON) sql/packaging/build.py
 
-install: build ## put the extension where pg_config says
-	install -d '$(DESTDIR)$(shell $(PG_CONFIG) --sharedir)/extension'
-	install -m 644 build/outbox.control build/outbox--*.sql '$(DESTDIR)$(shell $(PG_CONFIG) --sharedir)/extension/'
+install: ## put the extension where pg_config says
+	@DESTDIR='$(DESTDIR)' $(PYTHON) sql/packaging/build.py install --pg-config '$(PG_CONFIG)'
 
 provision: ## install the packages and the virtual environment that the other targets need
 	@$(PYTHON) tests/provision.py
 
 lock: ## renew python/requirements.lock
-	@.venv/bin/uv pip compile --universal --generate-hashes --no-header --no-emit-index-url --custom-compile-command 'make lock' --all-extras --group python/pyproject.toml:dev --output-file python/requirements.lock python/pyproject.toml
+	@$(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv
+	@build/uv/bin/uv pip compile --quiet --universal --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' --all-extras --group python/pyproject.toml:dev --output-file python/requirements.lock python/pyproject.toml
 
 clean: down ## remove what the other targets made in this clone
 	rm -rf build .venv .servers

@@ -56,24 +56,21 @@ $function$;
 comment on function outbox._value_of(text) is
     'Value of a setting: what configure() stored, else its default; null for an unknown name.';
 
-create or replace function outbox._require_read_committed()
+create or replace function outbox._refuse_isolation()
     returns void
     language plpgsql
-    stable
+    volatile
     set search_path = pg_catalog, pg_temp
 as $function$
 begin
     -- An older snapshot would not see what committed meanwhile, and every decision about lanes is about that.
-    if current_setting('transaction_isolation') <> 'read committed' then
-        raise exception 'isolation level must be read committed'
-            using errcode = 'OB010',
-                  hint = 'Run "set session characteristics as transaction isolation level read committed" first.';
-    end if;
+    perform outbox._refuse('OB010', 'isolation level must be read committed',
+        'Run "set session characteristics as transaction isolation level read committed" first.');
 end
 $function$;
 
-comment on function outbox._require_read_committed() is
-    'Raises unless the transaction is read committed.';
+comment on function outbox._refuse_isolation() is
+    'Raises: the transaction is not read committed.';
 
 create or replace function outbox._lanes()
     returns setof outbox.lane
@@ -102,12 +99,9 @@ create or replace function outbox._widen(xid bigint)
     stable
     set search_path = pg_catalog, pg_temp
 as $function$
-    -- The 32-bit number is one of the last two thousand million: it belongs to this epoch or to the one before.
-    select case
-        when (x.next & ~4294967295) + _widen.xid <= x.next then ((x.next & ~4294967295) + _widen.xid)::text::xid8
-        else ((x.next & ~4294967295) + _widen.xid - 4294967296)::text::xid8
-    end
-    from (select pg_snapshot_xmax(pg_current_snapshot())::text::bigint as next) as x;
+    -- Open transactions lie on both sides of xmax, so the nearest number with these 32 bits is the one that is meant.
+    select (x.near + ((_widen.xid - x.near + 2147483648) & 4294967295) - 2147483648)::text::xid8
+    from (select pg_snapshot_xmax(pg_current_snapshot())::text::bigint as near) as x;
 $function$;
 
 comment on function outbox._widen(bigint) is

@@ -120,10 +120,6 @@ begin
     if _check_message.routing_key is null then
         perform outbox._refuse('OB001', format('%srouting_key must not be null', _check_message.prefix), 'Pass a routing key such as ''order.placed''.');
     end if;
-    if _check_message.body_bytes is null then
-        perform outbox._refuse('OB001', format('%spayload must not be null', _check_message.prefix),
-            'Pass a body; the JSON value null is written ''null''::jsonb.');
-    end if;
     if _check_message.content_type is null then
         perform outbox._refuse('OB001', format('%scontent_type must not be null', _check_message.prefix), 'Pass a MIME type such as ''application/json''.');
     end if;
@@ -190,6 +186,9 @@ begin
         perform outbox._check_headers(v_headers, '');
     end if;
     if v_tracking <> '' then
+        if v_tracking !~ '^[0-9a-fA-F-]{36}(,[0-9a-fA-F-]{36})*$' then
+            perform outbox._refuse('OB003', 'outbox.tracking is not a list of message ids', 'Set it to UUIDs separated by commas, or to nothing.');
+        end if;
         -- The newest ids matter most: a longer chain loses its beginning.
         v_headers := coalesce(v_headers, '{}') || jsonb_build_object('x-outbox-tracking-ids', (
             select jsonb_agg(c.id order by c.n)
@@ -328,6 +327,9 @@ begin
         returning id into v_id;
         return v_id;
     end if;
+    if emit.payload is null then
+        perform outbox._refuse('OB001', 'payload must not be null', 'The JSON value null is written ''null''::jsonb.');
+    end if;
     return outbox._emit(emit.routing_key, v_body, 'application/json', emit.key, emit.headers, emit.exchange, emit.eta, emit.delay,
         emit.expires_in, emit.dedup_key, emit.message_id, emit.properties);
 end
@@ -357,6 +359,9 @@ create or replace function outbox.emit_bytes(
     set search_path = pg_catalog, pg_temp
 as $function$
 begin
+    if emit_bytes.body is null then
+        perform outbox._refuse('OB001', 'body must not be null', 'An empty body is written '''' (no bytes).');
+    end if;
     return outbox._emit(emit_bytes.routing_key, emit_bytes.body, emit_bytes.content_type, emit_bytes.key, emit_bytes.headers,
         emit_bytes.exchange, emit_bytes.eta, emit_bytes.delay, emit_bytes.expires_in, emit_bytes.dedup_key, emit_bytes.message_id,
         emit_bytes.properties);
@@ -392,13 +397,41 @@ begin
     from jsonb_array_elements(emit_many.messages) with ordinality as e (message, n)
     where jsonb_typeof(e.message) <> 'object'
        or (e.message ? 'payload') = (e.message ? 'body')
-       or e.message - '{routing_key,payload,body,content_type,key,headers,exchange,eta,delay,expires_in,dedup_key,message_id,properties}'::text[] <> '{}'
        or (e.message ? 'content_type') and not (e.message ? 'body')
+       -- Nearly all have these two fields and no others; only the others are looked at one by one.
+       or (e.message - '{payload,routing_key}'::text[] <> '{}' or jsonb_typeof(e.message -> 'routing_key') <> 'string')
+          and exists (
+              select
+              from jsonb_each(e.message) as f
+              where case f.key
+                  when 'payload' then false
+                  when 'body' then jsonb_typeof(f.value) <> 'string'
+                       or f.value #>> '{}' !~ '^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$'
+                  when 'headers' then false
+                  when 'properties' then false
+                  else jsonb_typeof(f.value) not in ('string', 'null')
+                       or case f.key
+                           when 'routing_key' then false
+                           when 'content_type' then false
+                           when 'key' then false
+                           when 'exchange' then false
+                           when 'dedup_key' then false
+                           when 'message_id' then f.value #>> '{}' !~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
+                           when 'eta' then f.value #>> '{}' !~
+                               '^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])[T ]([01][0-9]|2[0-3]):[0-5][0-9](:[0-5][0-9](\.[0-9]+)?)?(Z|[+-][0-9]{2}(:?[0-9]{2})?)$'
+                           when 'delay' then f.value #>> '{}' !~
+                               '^(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
+                           when 'expires_in' then f.value #>> '{}' !~
+                               '^(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
+                           else true
+                       end
+              end
+          )
     order by e.n
     limit 1;
     if found then
         perform outbox._refuse('OB006', format('messages[%s] is not a message', v_bad),
-            'Each is an object with the arguments of emit() as fields and either payload, or body (base64) and content_type.');
+            'Each is an object with the arguments of emit() as fields, times and intervals as text, and either payload, or body (base64) and content_type.');
     end if;
 
     -- What passes this test needs no closer look.
@@ -477,7 +510,8 @@ as $function$
     select
         m.n,
         m.routing_key,
-        case when m.body is null then convert_to(m.payload::text, 'UTF8') else decode(m.body, 'base64') end,
+        -- No body means there is a payload, and if that reads as null it is the JSON value.
+        case when m.body is null then convert_to(coalesce(m.payload, 'null')::text, 'UTF8') else decode(m.body, 'base64') end,
         case when m.body is null then 'application/json' else coalesce(m.content_type, 'application/octet-stream') end,
         m.key,
         nullif(m.headers, 'null'),
@@ -561,17 +595,17 @@ create or replace function outbox.cancel(id bigint)
 as $function$
 declare
     v_message record;
+    v_own     boolean;
 begin
     if cancel.id is null then
         perform outbox._refuse('OB001', 'id must not be null', 'Pass the id that emit() returned.');
     end if;
 
-    -- claim_batch() locks what it takes from behind a time or a failing key, so this lock decides between the two.
+    -- Without a lock at first: whoever gets false as answer must not keep a relay waiting.
     select m.lane, m.due_at, m.key, m.dedup_key, m.emitted_by, m.xmin::text::bigint as xmin
     into v_message
     from outbox.message as m
-    where m.id = cancel.id
-    for update;
+    where m.id = cancel.id;
     if not found then
         return false;
     end if;
@@ -579,17 +613,28 @@ begin
        and not pg_has_role(session_user, (select n.nspowner from pg_namespace as n where n.nspname = 'outbox'), 'member') then
         return false;
     end if;
-    -- Visible and in progress: written by this very transaction, in whatever savepoint.
-    if v_message.due_at is null and pg_xact_status(outbox._widen(v_message.xmin)) <> 'in progress' then
+    -- Visible and in progress: written by this very transaction, in whatever savepoint. Nobody else can have seen it.
+    v_own := pg_xact_status(outbox._widen(v_message.xmin)) = 'in progress';
+    if v_message.due_at is null and not v_own then
         return false;
     end if;
-    if exists (
-        select
-        from outbox._lanes() as l
-        where l.lane = v_message.lane
-          and cancel.id = any (l.handed)
-    ) then
-        return false;
+    if not v_own then
+        if current_setting('transaction_isolation') <> 'read committed' then
+            perform outbox._refuse_isolation();
+        end if;
+        -- claim_batch() locks what it takes from behind a time or a failing key, so this lock decides between the two.
+        perform
+        from outbox.message as m
+        where m.id = cancel.id
+        for update;
+        if not found or exists (
+            select
+            from outbox._lanes() as l
+            where l.lane = v_message.lane
+              and cancel.id = any (l.handed)
+        ) then
+            return false;
+        end if;
     end if;
 
     delete from outbox.message as m

@@ -13,7 +13,9 @@ declare
     v_before bigint := nullif(current_setting('outbox.relay', true), '')::bigint;
     v_relay  bigint;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if hello.name is null then
         perform outbox._refuse('OB001', 'name must not be null', 'Pass a name that tells an operator which relay this is.');
     end if;
@@ -80,19 +82,24 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
+    v_turn      integer := nextval('outbox.lane_turn') & 63;
     v_safe_id   bigint;
     v_look_due  boolean;
     v_candidate record;
     v_lane      outbox.lane;
+    v_alive     bigint[] := '{}';
     v_gone      bigint[] := '{}';
     v_quota     integer;
     v_part      outbox._part;
     v_lanes     integer := 0;
     v_ids       bigint[] := '{}';
+    v_tids      tid[] := '{}';
     v_bytes     bigint := 0;
     v_exchange  text;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if claim_batch.token is null then
         perform outbox._refuse('OB001', 'token must not be null', 'Pass a new random UUID for each claim.');
     end if;
@@ -122,26 +129,21 @@ begin
     from outbox.horizon as h
     order by h.version desc
     limit 1;
+    if not found then
+        v_safe_id := 0;
+        v_look_due := true;
+    end if;
 
     for v_candidate in
         select l.lane, l.relay, l.leased_until > v_now as leased
-        -- Sorted first, looked into as far as the loop goes: with a backlog a few lanes fill the batch.
-        from (
-            select x.*
-            from generate_series(0, 63) as n
-            cross join lateral (
-                select x.lane, x.floor, x.relay, x.leased_until, x.suspects, x.served_at
-                from outbox.lane as x
-                where x.lane = n::smallint
-                order by x.version desc
-                limit 1
-            ) as x
-            where x.leased_until is null
-               or x.leased_until <= v_now
-               -- somebody else's lease: worth a look whether its holder lives
-               or x.leased_until > v_now + interval '3 s' and x.relay is not null and x.relay is distinct from claim_batch.relay
-            order by x.served_at, x.lane
-            offset 0
+        -- In turn, and looked into only as far as the loop goes: with a backlog one or two lanes fill the batch.
+        from generate_series(v_turn, v_turn + 63) as n
+        cross join lateral (
+            select x.lane, x.floor, x.relay, x.leased_until, x.suspects
+            from outbox.lane as x
+            where x.lane = (n & 63)::smallint
+            order by x.version desc
+            limit 1
         ) as l
         left join lateral (
             select true as found
@@ -168,12 +170,19 @@ begin
               and k.head_id is null
             limit 1
         ) as held on true
-        where ready.found or due.found or held.found or l.suspects <> '{}'
-        order by l.served_at, l.lane
+        where (ready.found or due.found or held.found or l.suspects <> '{}')
+          and (l.leased_until is null
+               or l.leased_until <= v_now
+               -- somebody else's lease: worth a look whether its holder lives
+               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
     loop
         exit when v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
         if v_candidate.leased and not v_candidate.relay = any (v_gone) then
-            continue when not pg_try_advisory_xact_lock_shared(v_candidate.relay);
+            continue when v_candidate.relay = any (v_alive);
+            if not pg_try_advisory_xact_lock_shared(v_candidate.relay) then
+                v_alive := v_alive || v_candidate.relay;
+                continue;
+            end if;
             v_gone := v_gone || v_candidate.relay;
         end if;
 
@@ -196,7 +205,9 @@ begin
             continue;
         end if;
 
-        v_lane := outbox._take_over(v_lane);
+        if v_lane.relay is not null then
+            v_lane := outbox._take_over(v_lane);
+        end if;
         if v_lane.suspects <> '{}' then
             -- What may have killed its relay goes out alone, so that it can kill nothing but itself.
             continue when v_ids <> '{}';
@@ -215,12 +226,12 @@ begin
             leased_until = case when v_part.ids <> '{}' then v_now + claim_batch.lease end,
             handed = v_part.ids,
             suspects = v_part.suspects,
-            kills = v_part.kills,
-            served_at = v_now
+            kills = v_part.kills
         where x.lane = v_lane.lane
           and x.version = v_lane.version;
 
         v_ids := v_ids || v_part.ids;
+        v_tids := v_tids || v_part.tids;
         v_bytes := v_bytes + v_part.bytes;
         v_lanes := v_lanes + 1;
         exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
@@ -239,14 +250,15 @@ begin
         );
     end if;
 
+    -- By place, not by id: in lanes that we hold no row moves, and 500 walks down the primary key are saved.
     v_exchange := outbox._value_of('default_exchange');
     return query
     select
         m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers, m.properties,
         m.expires_at - v_now, m.attempts, m.created_at
-    from unnest(v_ids) with ordinality as i (id, n)
+    from unnest(v_tids) with ordinality as i (tid, n)
     join outbox.message as m
-        on m.id = i.id
+        on m.ctid = i.tid
     order by i.n;
 end
 $function$;
@@ -264,7 +276,8 @@ declare
     v_lane outbox.lane := _take_over.lane;
 begin
     -- A lease that ran out accuses nobody while its holder's session lives: that relay is slow, not dead.
-    if v_lane.relay is not null and pg_try_advisory_xact_lock_shared(v_lane.relay) then
+    -- (The session that holds the lock would be granted it again, so it does not ask.)
+    if not outbox._holds(v_lane.relay) and pg_try_advisory_xact_lock_shared(v_lane.relay) then
         if v_lane.suspects = '{}' then
             v_lane.suspects := v_lane.handed;
             v_lane.kills := 0;
@@ -284,19 +297,19 @@ create or replace function outbox._take_suspect(lane outbox.lane, at timestamptz
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
 as $function$
 declare
     v_part    outbox._part;
     v_suspect record;
 begin
     v_part.ids := '{}';
+    v_part.tids := '{}';
     v_part.bytes := 0;
     v_part.reach := (_take_suspect.lane).floor - 1;
     v_part.suspects := (_take_suspect.lane).suspects;
     v_part.kills := (_take_suspect.lane).kills;
     loop
-        select m.id, s.n, octet_length(m.body) as bytes
+        select m.id, m.ctid, s.n, octet_length(m.body) as bytes
         into v_suspect
         from unnest(v_part.suspects) with ordinality as s (id, n)
         join outbox.message as m
@@ -328,6 +341,7 @@ begin
         v_part.kills := 0;
     end loop;
     v_part.ids := array[v_suspect.id];
+    v_part.tids := array[v_suspect.ctid];
     v_part.bytes := v_suspect.bytes;
     return v_part;
 end
@@ -349,9 +363,6 @@ create or replace function outbox._take(
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set plan_cache_mode = force_generic_plan
 as $function$
 declare
     v_lane    smallint := (_take.lane).lane;
@@ -360,6 +371,7 @@ declare
     v_keys    boolean;
     v_key     text;
     v_ids     bigint[];
+    v_tids    tid[];
     v_until   bigint := 9223372036854775807;
     v_quota   integer;
     v_bytes   bigint;
@@ -367,6 +379,7 @@ declare
     v_reach   bigint;
 begin
     v_part.ids := '{}';
+    v_part.tids := '{}';
     v_part.bytes := 0;
     v_part.reach := v_floor - 1;
     v_part.suspects := '{}';
@@ -387,23 +400,17 @@ begin
             limit _take.quota
             for update skip locked
         ) as d;
+        v_keys := outbox._bury_expired(v_ids, _take.at) or v_keys;
         if v_keys then
-            with held as (
-                update outbox.message as m
-                set due_at = 'infinity'
-                from outbox.held_key as k
-                where m.id = any (v_ids)
-                  and k.lane = v_lane
-                  and k.key = m.key
-                  and k.head_id is distinct from m.id
-                returning m.id
-            )
-            select array_agg(i.id order by i.n)
-            into v_ids
-            from unnest(v_ids) with ordinality as i (id, n)
-            where i.id not in (select held.id from held);
+            update outbox.message as m
+            set due_at = 'infinity'
+            from outbox.held_key as k
+            where m.id = any (v_ids)
+              and k.lane = v_lane
+              and k.key = m.key
+              and k.head_id is distinct from m.id;
         end if;
-        v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
+        v_part := outbox._admit(v_part, v_ids, 'infinity', _take.room, _take.first);
     end if;
 
     -- Keys whose head is out of the way: what was held behind it leaves in order, before anything newer.
@@ -448,75 +455,44 @@ begin
                 from unnest(v_ids) as x (id)
                 where x.id not in (select locked.id from locked)
             );
-            v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
+            -- Burying one may have parked the key.
+            continue when outbox._bury_expired(v_ids, _take.at);
+            v_part := outbox._admit(v_part, v_ids, null, _take.room, _take.first);
         end loop;
-        v_keys := exists (select from outbox.held_key as k where k.lane = v_lane);
-    end if;
-
-    if cardinality(v_part.ids) >= _take.quota or v_part.bytes >= _take.room then
-        return v_part;
-    end if;
-
-    if v_keys then
-        -- Ready messages of a held key join the others behind its head: one update each, once.
-        for i in 1..5 loop
-            update outbox.message as m
-            set due_at = 'infinity'
-            from (
-                select r.id, r.key
-                from outbox.message as r
-                where r.lane = v_lane
-                  and r.due_at is null
-                  and r.id >= v_floor
-                order by r.id
-                limit 1000
-            ) as r
-            join outbox.held_key as k
-                on k.lane = v_lane
-                and k.key = r.key
-            where m.id = r.id;
-            exit when not found;
-        end loop;
-        select coalesce(min(r.id), v_until)
-        into v_until
-        from (
-            select r.id, r.key
-            from outbox.message as r
-            where r.lane = v_lane
-              and r.due_at is null
-              and r.id >= v_floor
-            order by r.id
-            limit _take.quota
-        ) as r
-        join outbox.held_key as k
-            on k.lane = v_lane
-            and k.key = r.key;
     end if;
 
     v_quota := _take.quota - cardinality(v_part.ids);
-    select array_agg(r.id order by r.id), sum(r.bytes), bool_or(r.expires_at <= _take.at)
-    into v_ids, v_bytes, v_expired
-    from (
-        select m.id, octet_length(m.body) as bytes, m.expires_at
-        from outbox.message as m
-        where m.lane = v_lane
-          and m.due_at is null
-          and m.id >= v_floor
-          and m.id < v_until
-        order by m.id
-        limit v_quota
-    ) as r;
+    if v_quota = 0 or v_part.bytes >= _take.room then
+        return v_part;
+    end if;
+    loop
+        if v_keys then
+            v_until := outbox._hold_back(v_lane, v_floor);
+        end if;
+        select array_agg(r.id order by r.id), array_agg(r.ctid order by r.id), sum(r.bytes), bool_or(r.expires_at <= _take.at)
+        into v_ids, v_tids, v_bytes, v_expired
+        from (
+            select m.id, m.ctid, octet_length(m.body) as bytes, m.expires_at
+            from outbox.message as m
+            where m.lane = v_lane
+              and m.due_at is null
+              and m.id >= v_floor
+              and m.id < v_until
+            order by m.id
+            limit v_quota
+        ) as r;
+        exit when v_expired is not true;
+        v_keys := outbox._bury_expired(v_ids, _take.at);
+    end loop;
+
     -- Everything ready up to here is in our hands or gone. Only what is proven may raise the floor later.
     v_reach := case when cardinality(v_ids) = v_quota then v_ids[v_quota] else v_until - 1 end;
-    if v_expired or v_bytes > _take.room - v_part.bytes then
-        v_part := outbox._admit(v_part, v_ids, _take.room, _take.first, _take.at);
-        select coalesce(min(m.id) - 1, v_reach)
-        into v_reach
-        from outbox.message as m
-        where m.id = any (v_ids)
-          and m.id <> all (v_part.ids);
+    if v_bytes > _take.room - v_part.bytes then
+        v_part := outbox._admit(v_part, v_ids, null, _take.room, _take.first);
+        v_reach := (select min(i.id) - 1 from unnest(v_ids) as i (id) where i.id <> all (v_part.ids));
     elsif v_ids is not null then
         v_part.ids := v_part.ids || v_ids;
+        v_part.tids := v_part.tids || v_tids;
         v_part.bytes := v_part.bytes + v_bytes;
     end if;
     v_part.reach := greatest(v_part.reach, least(_take.safe_id, v_reach));
@@ -527,50 +503,117 @@ $function$;
 comment on function outbox._take(outbox.lane, integer, bigint, boolean, timestamptz, boolean, bigint) is
     'The next messages of a lane that the caller has locked: due ones, then those behind a freed key, then ready ones.';
 
-create or replace function outbox._admit(part outbox._part, ids bigint[], room bigint, first boolean, at timestamptz)
-    returns outbox._part
+create or replace function outbox._hold_back(lane smallint, floor bigint)
+    returns bigint
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
+as $function$
+begin
+    -- Ready messages of a held key join the others behind its head: one update each, once. What a claim does not get
+    -- through stops it: the answer is where.
+    for i in 1..5 loop
+        update outbox.message as m
+        set due_at = 'infinity'
+        from (
+            select r.id, r.key
+            from outbox.message as r
+            where r.lane = _hold_back.lane
+              and r.due_at is null
+              and r.id >= _hold_back.floor
+            order by r.id
+            limit 1000
+        ) as r
+        join outbox.held_key as k
+            on k.lane = _hold_back.lane
+            and k.key = r.key
+        where m.id = r.id;
+        exit when not found;
+    end loop;
+    return coalesce((
+        select min(r.id)
+        from (
+            select r.id, r.key
+            from outbox.message as r
+            where r.lane = _hold_back.lane
+              and r.due_at is null
+              and r.id >= _hold_back.floor
+            order by r.id
+            limit 10000
+        ) as r
+        join outbox.held_key as k
+            on k.lane = _hold_back.lane
+            and k.key = r.key
+    ), 9223372036854775807);
+end
+$function$;
+
+comment on function outbox._hold_back(smallint, bigint) is
+    'Takes messages of held keys out of a lane''s ready ones; returns the first id it did not get to, or the largest number.';
+
+create or replace function outbox._bury_expired(ids bigint[], at timestamptz)
+    returns boolean
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
 as $function$
 declare
-    v_part    outbox._part := _admit.part;
     v_expired bigint[];
-    v_ids     bigint[];
-    v_bytes   bigint;
 begin
     select array_agg(m.id)
     into v_expired
     from outbox.message as m
-    where m.id = any (_admit.ids)
-      and m.expires_at <= _admit.at;
-    if v_expired is not null then
-        perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
+    where m.id = any (_bury_expired.ids)
+      and m.expires_at <= _bury_expired.at;
+    if v_expired is null then
+        return false;
     end if;
+    perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
+    return true;
+end
+$function$;
 
-    select array_agg(r.id order by r.n) filter (where r.fits), sum(r.bytes) filter (where r.fits)
-    into v_ids, v_bytes
+comment on function outbox._bury_expired(bigint[], timestamptz) is
+    'Moves those messages to dead_letter whose life is over; true if there were any.';
+
+create or replace function outbox._admit(part outbox._part, ids bigint[], except_due timestamptz, room bigint, first boolean)
+    returns outbox._part
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+declare
+    v_part  outbox._part := _admit.part;
+    v_ids   bigint[];
+    v_tids  tid[];
+    v_bytes bigint;
+begin
+    select array_agg(r.id order by r.n), array_agg(r.ctid order by r.n), sum(r.bytes)
+    into v_ids, v_tids, v_bytes
     from (
         select
             i.id,
             i.n,
+            m.ctid,
             octet_length(m.body) as bytes,
             v_part.bytes + sum(octet_length(m.body)) over w <= _admit.room
                 or _admit.first and v_part.ids = '{}' and row_number() over w = 1 as fits
         from unnest(_admit.ids) with ordinality as i (id, n)
         join outbox.message as m
             on m.id = i.id
+        where m.due_at is distinct from _admit.except_due
         window w as (order by i.n rows unbounded preceding)
-    ) as r;
+    ) as r
+    where r.fits;
     v_part.ids := v_part.ids || coalesce(v_ids, '{}');
+    v_part.tids := v_part.tids || coalesce(v_tids, '{}');
     v_part.bytes := v_part.bytes + coalesce(v_bytes, 0);
     return v_part;
 end
 $function$;
 
-comment on function outbox._admit(outbox._part, bigint[], bigint, boolean, timestamptz) is
-    'Adds messages to what a claim takes, as far as there is room; buries those whose time is over.';
+comment on function outbox._admit(outbox._part, bigint[], timestamptz, bigint, boolean) is
+    'Adds messages, but those with this due_at, to what a claim takes, as far as there is room.';
 
 create or replace function outbox.arm_wakeup()
     returns boolean
@@ -641,7 +684,10 @@ create or replace function outbox.next_due()
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
 as $function$
-    select min(greatest(case when ready.found or held.found then l.leased_until else due.due_at end, l.leased_until))
+    select min(case
+        when ready.found or held.found then coalesce(l.leased_until, clock_timestamp())
+        when due.due_at is not null then greatest(due.due_at, l.leased_until)
+    end)
     from outbox._lanes() as l
     left join lateral (
         select true as found

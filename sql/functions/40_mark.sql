@@ -6,7 +6,6 @@ create or replace function outbox._advance_horizon()
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
 as $function$
 declare
     v_now     timestamptz := clock_timestamp();
@@ -151,7 +150,9 @@ as $function$
 declare
     v_ids bigint[];
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if mark_sent.token is null or mark_sent.ids is null then
         perform outbox._refuse('OB001', 'token and ids must not be null', 'Pass the token of the claim and the ids that were confirmed.');
     end if;
@@ -257,7 +258,9 @@ as $function$
 declare
     v_released integer;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if release_batch.token is null then
         perform outbox._refuse('OB001', 'token must not be null', 'Pass the token of the claim.');
     end if;
@@ -310,7 +313,9 @@ as $function$
 declare
     v_relay bigint := nullif(current_setting('outbox.relay', true), '')::bigint;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if extend_lease.token is null then
         perform outbox._refuse('OB001', 'token must not be null', 'Pass the token of the claim.');
     end if;
@@ -346,7 +351,9 @@ as $function$
 declare
     v_until timestamptz := clock_timestamp() + wait_sent.timeout;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if wait_sent.id is null then
         perform outbox._refuse('OB001', 'id must not be null', 'Pass the id that emit() returned.');
     end if;
@@ -360,13 +367,12 @@ begin
             return false;
         end if;
         if not exists (select from outbox.message as m where m.id = wait_sent.id) then
-            return wait_sent.id <= coalesce(pg_sequence_last_value('outbox.message_id_seq'), 0);
+            return wait_sent.id between 1 and coalesce(pg_sequence_last_value('outbox.message_id_seq'), 0);
         end if;
-        if clock_timestamp() >= v_until then
-            return false;
-        end if;
+        exit when clock_timestamp() >= v_until;
         perform pg_sleep(least(0.02, extract(epoch from v_until - clock_timestamp())));
     end loop;
+    return false;
 end
 $function$;
 

@@ -29,7 +29,6 @@ create or replace function outbox._bury(ids bigint[], reasons text[], errors tex
     language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
 as $function$
 declare
     v_park boolean := outbox._value_of('on_dead') = 'park';
@@ -100,7 +99,9 @@ declare
     v_reasons text[];
     v_errors  text[];
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null then
         perform outbox._refuse('OB001', 'token, ids and errors must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
     end if;
@@ -127,13 +128,16 @@ begin
         return 0;
     end if;
 
-    select array_agg(m.id), array_agg(coalesce(f.reason, 'max_attempts')), array_agg(f.error)
+    select array_agg(d.id), array_agg(coalesce(d.reason, 'max_attempts')), array_agg(d.error)
     into v_dead, v_reasons, v_errors
-    from unnest(mark_failed.ids, mark_failed.errors, mark_failed.reasons) as f (id, error, reason)
-    join outbox.message as m
-        on m.id = f.id
-    where f.id = any (v_ids)
-      and (f.reason in ('rejected', 'expired') or m.attempts + 1 >= v_most);
+    from (
+        select distinct on (f.id) f.id, f.reason, f.error
+        from unnest(mark_failed.ids, mark_failed.errors, mark_failed.reasons) as f (id, error, reason)
+        join outbox.message as m
+            on m.id = f.id
+        where f.id = any (v_ids)
+          and (f.reason in ('rejected', 'expired') or m.attempts + 1 >= v_most)
+    ) as d;
     if v_dead is not null then
         perform outbox._bury(v_dead, v_reasons, v_errors, 1);
     end if;
@@ -207,7 +211,9 @@ declare
     v_now      timestamptz := clock_timestamp();
     v_requeued integer;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if requeue_dead.ids is null then
         perform outbox._refuse('OB001', 'ids must not be null', 'Pass ids of outbox.dead_letter.');
     end if;
@@ -241,7 +247,9 @@ create or replace function outbox.purge_dead(older_than interval)
     set search_path = pg_catalog, pg_temp
 as $function$
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     if purge_dead.older_than is null then
         perform outbox._refuse('OB001', 'older_than must not be null', 'Pass interval ''0'' to remove all dead letters.');
     end if;

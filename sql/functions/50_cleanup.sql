@@ -11,7 +11,9 @@ as $function$
 declare
     v_result outbox.cleanup_result;
 begin
-    perform outbox._require_read_committed();
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform outbox._refuse_isolation();
+    end if;
     perform outbox._sweep();
     v_result.dead_letters := outbox._purge_dead(clock_timestamp() - outbox._value_of('dead_retention')::interval, 10000);
     with gone as (
@@ -76,8 +78,7 @@ begin
         update outbox.lane as l
         set version = l.version + 1,
             floor = 0,
-            reach = 0
-        where l.version = (select max(x.version) from outbox.lane as x where x.lane = l.lane);
+            reach = 0;
     elsif v_horizon.pending_xid > pg_current_xact_id()
           or exists (select from unnest(v_horizon.noted_xids) as x (xid) where x.xid > pg_current_xact_id())
     then

@@ -23,28 +23,25 @@ begin
         return outbox._value_of(configure.name);
     end if;
 
-    -- A shape first, so that the casts behind it cannot fail on text that is no number or interval.
-    v_ok := case
-        when configure.name = 'default_exchange' then octet_length(configure.value) between 1 and 255
-        when configure.name = 'on_dead' then configure.value in ('continue', 'park')
-        when configure.name = 'strict_keys' then configure.value in ('on', 'off')
-        when configure.name in ('max_body_bytes', 'max_attempts') then configure.value ~ '^[0-9]{1,9}$'
-        when configure.name in ('retry_multiplier', 'retry_jitter') then configure.value ~ '^[0-9]{1,4}(\.[0-9]{1,6})?$'
-        when configure.name = 'retention' and configure.value in ('delete', 'forever') then true
-        else configure.value ~ '^([0-9]{1,6}(\.[0-9]{1,6})? ?(ms|s|sec|secs|second|seconds|m|min|mins|minute|minutes|h|hour|hours|d|day|days) ?)+$'
-    end;
-    if v_ok then
+    begin
         v_ok := case configure.name
-            when 'max_body_bytes'   then configure.value::integer between 1 and 15728640
+            when 'default_exchange' then octet_length(configure.value) between 1 and 255
+            when 'on_dead'          then configure.value in ('continue', 'park')
+            when 'strict_keys'      then configure.value in ('on', 'off')
+            when 'max_body_bytes'   then configure.value::integer between 1048576 and 15728640
             when 'max_attempts'     then configure.value::integer between 1 and 1000000
             when 'retry_multiplier' then configure.value::numeric between 1 and 1000
             when 'retry_jitter'     then configure.value::numeric between 0 and 1
             when 'retry_base'       then configure.value::interval between interval '1 ms' and interval '1 day'
             when 'retry_cap'        then configure.value::interval between interval '1 ms' and interval '30 days'
             when 'dedup_window'     then configure.value::interval between interval '1 s' and interval '365 days'
-            else true
+            when 'retention'        then configure.value in ('delete', 'forever') or configure.value::interval >= interval '0'
+            else configure.value::interval >= interval '0'
         end;
-    end if;
+    exception
+        when data_exception then
+            v_ok := false;
+    end;
     if not v_ok then
         perform outbox._refuse('OB020', format('value cannot be taken for %s', configure.name),
             'See the settings in the README; null goes back to the default.');

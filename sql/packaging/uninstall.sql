@@ -33,7 +33,7 @@ begin
     lock table outbox.message in access exclusive mode;
     select count(*) into v_waiting from outbox.message;
     if v_waiting > 0 and not v_force then
-        raise exception 'not removed: % messages wait in outbox.message', v_waiting
+        raise exception 'not removed: messages waiting in outbox.message: %', v_waiting
             using errcode = 'OB092',
                   hint = 'Let a relay send them, or discard them: psql -v force=1 -f outbox-uninstall.sql';
     end if;
@@ -60,9 +60,9 @@ begin
         drop schema outbox cascade;
     end if;
     perform set_config('outbox.uninstall_report', format(
-        'outbox removed: the %s in database %I, %s waiting messages discarded%s',
+        'outbox removed: the %s in database %I; waiting messages discarded: %s%s',
         case when v_extension then 'extension' else 'schema' end, current_database(), v_waiting,
-        ', also dropped: ' || v_dependants
+        '; also dropped: ' || v_dependants
     ), true);
 end
 $do$;

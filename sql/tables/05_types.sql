@@ -32,6 +32,7 @@ comment on column outbox.claimed_message.created_at   is 'when it was emitted';
 
 create type outbox._part as (
     ids      bigint[],
+    tids     tid[],
     bytes    bigint,
     reach    bigint,
     suspects bigint[],
@@ -41,6 +42,7 @@ create type outbox._part as (
 comment on type outbox._part is
     'What a claim takes from one lane; internal.';
 comment on column outbox._part.ids      is 'messages to hand out, in order';
+comment on column outbox._part.tids     is 'where their rows are';
 comment on column outbox._part.bytes    is 'bytes of their bodies';
 comment on column outbox._part.reach    is 'every ready message up to this id is among them, or gone';
 comment on column outbox._part.suspects is 'the lane''s suspects afterwards';

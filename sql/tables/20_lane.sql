@@ -13,7 +13,6 @@ create table outbox.lane (
     handed       bigint[]    not null default '{}',
     suspects     bigint[]    not null default '{}',
     kills        smallint    not null default 0,
-    served_at    timestamptz not null default '-infinity',
     constraint lane_pkey primary key (lane, version),
     constraint lane_leased_whole check (
         (token is null) = (leased_until is null) and (token is null) = (handed = '{}') and (token is not null or relay is null)
@@ -50,8 +49,13 @@ comment on column outbox.lane.leased_until is 'end of the lease; null when free'
 comment on column outbox.lane.handed       is 'ids handed out and not settled; the lane is free when there are none';
 comment on column outbox.lane.suspects     is 'ids in the hands of a relay that died; each is next claimed alone';
 comment on column outbox.lane.kills        is 'how many relays died holding the first suspect alone';
-comment on column outbox.lane.served_at    is 'when it was last claimed; the longest unserved comes first';
 comment on index outbox.lane_token is 'settling calls: the lanes of a token';
+
+-- Each claim begins at the next lane, whichever relay makes it, so that none is served twice before all were once.
+create sequence outbox.lane_turn as bigint increment by 1 cache 1 cycle;
+
+comment on sequence outbox.lane_turn is
+    'Where the next claim begins; derived, like lane.';
 
 create table outbox.horizon (
     version        bigint      not null,

@@ -1,0 +1,333 @@
+"""What SQL costs: emitting, claiming and settling, against the simplest thing that could do the job."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import databases
+import psycopg
+from measure import Bench, Case, Contender, Row, compare
+
+Connection = psycopg.Connection[tuple[object, ...]]
+
+BATCH = 500
+BODY = '{"x": "' + "0" * 247 + '"}'  # 256 bytes
+COLUMNS = (
+    "id, message_id, exchange, routing_key, key, body, content_type, headers, properties, expires_at, attempts, created_at"
+)
+
+
+def insert_into(table: str, body: str = f"convert_to('{BODY}', 'UTF8')") -> str:
+    return (
+        f"insert into {table} (lane, message_id, routing_key, content_type, created_at, emitted_by, body) "
+        f"select floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', clock_timestamp(), session_user, {body}"
+    )
+
+
+def connect(dsn: str) -> Connection:
+    # As the relay does: claim_batch() syncs to disk, and its sync covers what was settled before.
+    return psycopg.connect(dsn, autocommit=True, options="-c synchronous_commit=off")
+
+
+# --- emit
+
+
+def pgbench(bench: Bench, dsn: str, statement: str, clients: int) -> float:
+    with TemporaryDirectory() as folder:
+        script = Path(folder, "script.sql")
+        script.write_text(statement + ";\n")
+        command = [databases.program("pgbench"), "-n", "-M", "prepared", "-c", str(clients), "-j", "2"]
+        seconds = ["-T", str(bench.size(5, 2))]
+        done = subprocess.run([*command, *seconds, "-f", script, dsn], capture_output=True, text=True, check=True)
+    found = re.search(r"tps = ([0-9.]+)", done.stdout)
+    assert found, done.stdout
+    return float(found[1])
+
+
+def emit(clients: int) -> Case:
+    def case(bench: Bench) -> Iterator[Row]:
+        with bench.database() as dsn:
+            databases.query(
+                dsn,
+                """
+                create table plain (like outbox.message including all);
+                create table noisy (like outbox.message including all);
+                create function notify() returns trigger language plpgsql as
+                    $$ begin perform pg_notify('bench', ''); return null; end $$;
+                create trigger notify after insert on noisy for each row execute function notify();
+                """,
+            )
+
+            def rate(statement: str, table: str) -> Callable[[], float]:
+                def measure() -> float:
+                    databases.query(dsn, f"truncate {table}")
+                    return pgbench(bench, dsn, statement, clients)
+
+                return measure
+
+            contenders = [
+                Contender("emit", rate(f"select outbox.emit('bench', '{BODY}')", "outbox.message")),
+                Contender("insert", rate(insert_into("plain"), "plain")),
+                Contender("insert with NOTIFY trigger", rate(insert_into("noisy"), "noisy")),
+            ]
+            # The lock that NOTIFY takes at commit shows with company only.
+            reach = {"insert": 0.75, "insert with NOTIFY trigger": 3.0} if clients == 16 else {}  # noqa: PLR2004
+            yield from compare(f"emit, {clients} clients", contenders, bench.size(5, 3), reach)
+
+    return case
+
+
+def emit_many(bench: Bench) -> Iterator[Row]:
+    """A thousand messages in one statement, against the same rows from arrays, ready made."""
+    count, repeats = 1000, bench.size(40, 10)
+    with bench.database() as dsn, connect(dsn) as connection:
+        connection.execute("create table plain (like outbox.message including all)")
+        messages = "[" + ",".join('{"routing_key": "bench", "payload": ' + BODY + "}" for _ in range(count)) + "]"
+        bodies = [BODY.encode()] * count
+        statement = insert_into("plain", "b") + " from unnest(%s::bytea[]) as b"
+
+        def rate(table: str, sql: str, argument: object) -> Callable[[], float]:
+            def measure() -> float:
+                connection.execute(f"truncate {table}")  # type: ignore[arg-type,unused-ignore]
+                begun = time.perf_counter()
+                for _ in range(repeats):
+                    connection.execute(sql, [argument])  # type: ignore[arg-type,unused-ignore]
+                return count * repeats / (time.perf_counter() - begun)
+
+            return measure
+
+        contenders = [
+            Contender("emit_many", rate("outbox.message", "select outbox.emit_many(%s)", messages)),
+            Contender("insert select unnest", rate("plain", statement, bodies)),
+        ]
+        yield from compare("emit_many, 1000", contenders, bench.size(7, 3), {"insert select unnest": 0.6})
+
+
+# --- claim and settle
+
+
+def fill(connection: Connection, table: str, count: int) -> None:
+    connection.execute(f"{insert_into(table)} from generate_series(1, {count})")  # type: ignore[arg-type,unused-ignore]
+    connection.execute(f"vacuum analyze {table}")  # type: ignore[arg-type,unused-ignore]
+
+
+def reset(connection: Connection, count: int) -> None:
+    connection.execute("truncate outbox.message, outbox.held_key")
+    connection.execute("update outbox.lane set version = version + 1, token = null, relay = null, leased_until = null, handed = '{}'")
+    connection.execute("vacuum outbox.lane")
+    fill(connection, "outbox.message", count)
+
+
+def claim_and_mark(connection: Connection, batch: int = BATCH) -> int:
+    token = uuid.uuid4()
+    rows = connection.execute(
+        "select * from outbox.claim_batch(%s, %s)", [token, batch], prepare=True, binary=True
+    ).fetchall()
+    if rows:
+        ids = [row[0] for row in rows]
+        connection.execute("select outbox.mark_sent(%s, %s)", [token, ids], prepare=True, binary=True)
+    return len(rows)
+
+
+def drain(step: Callable[[], int], most: int | None = None) -> float:
+    """Messages per second until nothing is left, or so many are done."""
+    done = 0
+    begun = time.perf_counter()
+    while (most is None or done < most) and (count := step()):
+        done += count
+    return done / (time.perf_counter() - begun)
+
+
+def claim(bench: Bench) -> Iterator[Row]:
+    count = bench.size(100_000, 30_000)
+    with bench.database() as dsn, connect(dsn) as connection, psycopg.connect(dsn, autocommit=True) as synchronous:
+        connection.execute(
+            """
+            create table held (like outbox.message including defaults, primary key (id));
+            create table leased (like outbox.message including defaults, token uuid, leased_until timestamptz, primary key (id));
+            alter table leased set (fillfactor = 70);
+            """
+        )
+
+        def ours() -> float:
+            reset(connection, count)
+            return drain(lambda: claim_and_mark(connection))
+
+        def held_step() -> int:
+            with synchronous.transaction():
+                rows = synchronous.execute(
+                    f"select {COLUMNS} from held order by id limit %s for update skip locked",  # type: ignore[arg-type,unused-ignore]
+                    [BATCH],
+                    prepare=True,
+                    binary=True,
+                ).fetchall()
+                ids = [row[0] for row in rows]
+                synchronous.execute("delete from held where id = any (%s)", [ids], prepare=True, binary=True)
+            return len(rows)
+
+        def held() -> float:
+            connection.execute("truncate held")
+            fill(connection, "held", count)
+            return drain(held_step)
+
+        def leased_step() -> int:
+            token = uuid.uuid4()
+            rows = synchronous.execute(
+                "with next as materialized (select id from leased where leased_until is null or leased_until < now() "
+                "order by id limit %s for update skip locked) "
+                "update leased as t set token = %s, leased_until = now() + interval '30 s' from next where t.id = next.id "
+                "returning " + ", ".join(f"t.{name}" for name in COLUMNS.split(", ")),  # type: ignore[arg-type,unused-ignore]
+                [BATCH, token],
+                prepare=True,
+                binary=True,
+            ).fetchall()
+            ids = [row[0] for row in rows]
+            connection.execute("delete from leased where id = any (%s) and token = %s", [ids, token], prepare=True, binary=True)
+            return len(rows)
+
+        def leased() -> float:
+            connection.execute("truncate leased")
+            fill(connection, "leased", count)
+            return drain(leased_step)
+
+        contenders = [
+            Contender("claim + mark", ours),
+            Contender("held transaction", held),
+            Contender("row leases", leased),
+        ]
+        yield from compare("claim + mark, 500", contenders, bench.size(7, 3), {"held transaction": 0.7, "row leases": 1.8})
+
+
+@contextmanager
+def snapshot(dsn: str) -> Iterator[None]:
+    with psycopg.connect(dsn) as holder:
+        holder.execute("set transaction isolation level repeatable read")
+        holder.execute("select count(*) from pg_class")
+        yield
+        holder.rollback()
+
+
+@contextmanager
+def writer(dsn: str) -> Iterator[None]:
+    with psycopg.connect(dsn) as holder:
+        holder.execute("create temporary table unrelated ()")
+        yield
+        holder.rollback()
+
+
+def burden(connection: Connection, failing: int, scheduled: int) -> None:
+    """Messages that fail and messages that wait, spread over all lanes, with and without keys."""
+    connection.execute(
+        "insert into outbox.message (lane, message_id, routing_key, content_type, created_at, emitted_by, body, due_at, attempts) "
+        "select floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', clock_timestamp(), session_user, '', "
+        "clock_timestamp() + case when n <= %s then random() * interval '10 s' else interval '1 hour' end, (n <= %s)::integer "
+        "from generate_series(1, %s) as n",
+        [failing, failing, failing + scheduled],
+    )
+
+
+def burdened_step(connection: Connection) -> int:
+    """What has failed before fails again."""
+    token = uuid.uuid4()
+    rows = connection.execute("select * from outbox.claim_batch(%s, %s)", [token, BATCH], prepare=True, binary=True).fetchall()
+    good = [row[0] for row in rows if row[10] == 0]
+    bad = [row[0] for row in rows if row[10] != 0]
+    if good:
+        connection.execute("select outbox.mark_sent(%s, %s)", [token, good], prepare=True, binary=True)
+    if bad:
+        connection.execute(
+            "select outbox.mark_failed(%s, %s, %s, null, %s)",
+            [token, bad, ["no"] * len(bad), ["10 s"] * len(bad)],
+            prepare=True,
+        )
+    return len(good) or -1 * (not rows)
+
+
+def floor(bench: Bench) -> Iterator[Row]:
+    """The same drain while something keeps vacuum from removing what was settled."""
+    count = bench.size(500_000, 100_000)
+    with bench.database() as dsn, connect(dsn) as connection:
+
+        def alone() -> float:
+            reset(connection, count)
+            return drain(lambda: claim_and_mark(connection))
+
+        def under(hold: Callable[[str], object]) -> Callable[[], float]:
+            def measure() -> float:
+                reset(connection, count)
+                with hold(dsn):  # type: ignore[attr-defined]
+                    return drain(lambda: claim_and_mark(connection))
+
+            return measure
+
+        def everything() -> float:
+            reset(connection, count)
+            connection.execute("select outbox.configure('max_attempts', '1000000')")
+            with snapshot(dsn):
+                burden(connection, 10_000, 100_000)
+                done = 0
+                begun = time.perf_counter()
+                while done < count:
+                    done += max(burdened_step(connection), 0)
+                return done / (time.perf_counter() - begun)
+
+        for name, measure, reach in (
+            ("with a snapshot held", under(snapshot), 0.9),
+            ("with a writer open", under(writer), 0.8),
+            ("snapshot, failing and scheduled", everything, 0.8),
+        ):
+            contenders = [Contender(name, measure), Contender("alone", alone)]
+            yield from compare(f"floor, {name}", contenders, bench.size(3, 1), {"alone": reach})
+
+
+def small_batches(bench: Bench) -> Iterator[Row]:
+    """Ten thousand batches of five under one snapshot: the last thousand against the first."""
+    batches = bench.size(10_000, 3_000)
+    part = batches // 10
+    with bench.database() as dsn, connect(dsn) as connection:
+        reset(connection, batches * 5)
+        rates = []
+        with snapshot(dsn):
+            for _ in range(10):
+                begun = time.perf_counter()
+                for _ in range(part):
+                    claim_and_mark(connection, 5)
+                rates.append(part / (time.perf_counter() - begun))
+        first = Contender("the first tenth", lambda: rates[0])
+        last = Contender("the last tenth", lambda: rates[-1])
+        yield from compare(f"{batches} batches of 5, snapshot", [last, first], 1, {"the first tenth": 0.9})
+
+
+def backlog(bench: Bench) -> Iterator[Row]:
+    """The cost of a message does not depend on how many wait."""
+    many = bench.size(1_000_000, 200_000)
+    with bench.database() as dsn, connect(dsn) as connection:
+
+        def rate(count: int) -> Callable[[], float]:
+            def measure() -> float:
+                reset(connection, count)
+                return drain(lambda: claim_and_mark(connection), min(count, 50_000))
+
+            return measure
+
+        contenders = [Contender(f"backlog of {many}", rate(many)), Contender("backlog of 10000", rate(10_000))]
+        yield from compare("backlog", contenders, bench.size(5, 3), {"backlog of 10000": 0.87})
+
+
+CASES: dict[str, Case] = {
+    "emit-1": emit(1),
+    "emit-16": emit(16),
+    "emit-64": emit(64),
+    "emit-many": emit_many,
+    "claim": claim,
+    "floor": floor,
+    "small-batches": small_batches,
+    "backlog": backlog,
+}

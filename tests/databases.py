@@ -1,0 +1,85 @@
+"""Databases to test in, made on the server of a DSN through psql. Standard library only: the runner starts with it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import secrets
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build"
+Mode = Literal["extension", "plain"]
+SERVER = os.environ.get("OUTBOX_DSN", "")
+MODES: tuple[Mode, ...] = ("extension", "plain")
+
+
+def program(name: str) -> str:
+    """Finds a PostgreSQL client program beside the server under test, or on PATH."""
+    folder = os.environ.get("OUTBOX_PG_BIN")
+    return str(Path(folder) / name) if folder and (Path(folder) / name).exists() else name
+
+
+def named(dsn: str, database: str) -> str:
+    """The same server and user, another database."""
+    if "://" not in dsn:
+        raise ValueError("OUTBOX_DSN must be a URL: postgresql://user:password@host:port/database")
+    return urlunsplit(urlsplit(dsn)._replace(path=f"/{database}"))
+
+
+def psql(
+    dsn: str, *arguments: str | Path, text: str | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs psql without the user's own settings; its error message is the exception's."""
+    command = [program("psql"), "-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", *map(str, arguments), dsn]
+    done = subprocess.run(command, input=text or "", capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"psql {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+    return done
+
+
+def query(dsn: str, sql: str) -> str:
+    return psql(dsn, "-c", sql).stdout.strip()
+
+
+def install(dsn: str, mode: Mode) -> None:
+    if mode == "extension":
+        psql(dsn, "-c", "create extension outbox")
+    else:
+        psql(dsn, "-f", BUILD / "outbox-install.sql")
+
+
+@contextlib.contextmanager
+def database(server: str, *, template: str | None = None, options: str = "") -> Iterator[str]:
+    """A database of its own for as long as the block runs; yields its DSN."""
+    name = f"outbox_test_{secrets.token_hex(6)}"
+    source = f"template {template}" if template else ""
+    query(server, f"create database {name} {source} {options}")
+    try:
+        yield named(server, name)
+    finally:
+        query(server, f"drop database if exists {name} with (force)")
+
+
+def fingerprint(dsn: str, *, marks: bool = True) -> list[str]:
+    """One line per catalog fact; without marks, without those that only an extension has."""
+    lines = psql(dsn, "-f", ROOT / "tests/install/fingerprint.sql").stdout.splitlines()
+    return [line for line in lines if marks or not line.startswith("dump mark ")]
+
+
+def assert_same(one: list[str], other: list[str], hint: str = "") -> None:
+    difference = list(difflib.unified_diff(one, other, lineterm="", n=0))
+    assert not difference, "\n".join([*difference, hint])
+
+
+def restore(dsn: str, target: str) -> None:
+    """Dumps one database into another, which is empty."""
+    dump = subprocess.run([program("pg_dump"), dsn], capture_output=True, text=True, check=True)
+    psql(target, text=dump.stdout)

@@ -1,0 +1,43 @@
+"""Rules about the relay's own code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import psycopg
+
+import databases
+from outbox.store import ClaimedMessage
+
+SOURCE = databases.ROOT / "python" / "src" / "outbox"
+
+
+def test_claimed_message_is_the_type_in_the_database(db: psycopg.Connection[Any]) -> None:
+    rows = db.execute(
+        "select attname from pg_attribute where attrelid = 'outbox.claimed_message'::regclass and attnum > 0"
+        " and not attisdropped order by attnum"
+    )
+    assert [field.name for field in fields(ClaimedMessage)] == [name for (name,) in rows]
+
+
+def test_drivers_stay_in_their_rooms() -> None:
+    users = {
+        driver: {
+            path.name
+            for path in SOURCE.glob("*.py")
+            if re.search(rf"^\s*(import|from) {driver}", path.read_text(), re.MULTILINE)
+        }
+        for driver in ("psycopg", "aio_pika", "aiormq", "pamqp")
+    }
+    assert users["psycopg"] == {"store.py"}
+    assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"publish.py"}
+
+
+def test_sql_names_no_table(db: psycopg.Connection[Any]) -> None:
+    tables = {
+        name for (name,) in db.execute("select relname from pg_class where relnamespace = 'outbox'::regnamespace")
+    }
+    text = (SOURCE / "store.py").read_text()
+    assert {name for name in re.findall(r"outbox\.(\w+)", text) if name in tables} <= {"claimed_message"}
