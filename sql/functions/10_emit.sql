@@ -406,7 +406,7 @@ begin
               where case f.key
                   when 'payload' then false
                   when 'body' then jsonb_typeof(f.value) <> 'string'
-                       or f.value #>> '{}' !~ '^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$'
+                       or translate(f.value #>> '{}', E' \r\n', '') !~ '^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$'
                   when 'headers' then false
                   when 'properties' then false
                   else jsonb_typeof(f.value) not in ('string', 'null')
@@ -420,9 +420,9 @@ begin
                            when 'eta' then f.value #>> '{}' !~
                                '^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])[T ]([01][0-9]|2[0-3]):[0-5][0-9](:[0-5][0-9](\.[0-9]+)?)?(Z|[+-][0-9]{2}(:?[0-9]{2})?)$'
                            when 'delay' then f.value #>> '{}' !~
-                               '^(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
+                               '^(?=.)(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
                            when 'expires_in' then f.value #>> '{}' !~
-                               '^(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
+                               '^(?=.)(-?[0-9]{1,9}(\.[0-9]{1,9})? ?(microsecond|millisecond|ms|s|sec|second|min|minute|h|hour|d|day|mon|month|y|year)s? ?)*(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$'
                            else true
                        end
               end
@@ -614,7 +614,7 @@ begin
         return false;
     end if;
     -- Visible and in progress: written by this very transaction, in whatever savepoint. Nobody else can have seen it.
-    v_own := pg_xact_status(outbox._widen(v_message.xmin)) = 'in progress';
+    v_own := pg_xact_status(outbox._widen(v_message.xmin)) is not distinct from 'in progress';
     if v_message.due_at is null and not v_own then
         return false;
     end if;
@@ -642,11 +642,7 @@ begin
     delete from outbox.dedup as d
     where d.dedup_key = v_message.dedup_key
       and d.id = cancel.id;
-    update outbox.held_key as k
-    set head_id = null
-    where k.lane = v_message.lane
-      and k.key = v_message.key
-      and k.head_id = cancel.id;
+    perform outbox._free_keys(array[v_message.lane], array[cancel.id]);
     return true;
 end
 $function$;

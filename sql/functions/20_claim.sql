@@ -58,6 +58,8 @@ as $function$
           and l.objsubid = 1
           and l.classid::bigint = (_holds.key >> 32) & 4294967295
           and l.objid::bigint = _holds.key & 4294967295
+          -- as hello() takes it: claim_batch() tries the locks of others, shared
+          and l.mode = 'ExclusiveLock'
     );
 $function$;
 
@@ -82,9 +84,11 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
-    v_turn      integer := nextval('outbox.lane_turn') & 63;
+    v_turn      bigint := nextval('outbox.lane_turn') & 63;
+    v_suspect   smallint;
     v_safe_id   bigint;
     v_look_due  boolean;
+    v_candidates refcursor;
     v_candidate record;
     v_lane      outbox.lane;
     v_alive     bigint[] := '{}';
@@ -124,17 +128,24 @@ begin
         perform set_config('synchronous_commit', 'on', true);
     end if;
 
-    select h.safe_id, h.due_checked_at <= v_now - interval '100 ms'
-    into v_safe_id, v_look_due
+    select h.due_checked_at <= v_now - interval '100 ms'
+    into v_look_due
     from outbox.horizon as h
     order by h.version desc
     limit 1;
-    if not found then
-        v_safe_id := 0;
-        v_look_due := true;
+    v_look_due := coalesce(v_look_due, true);
+    -- Every other claim sees first to messages that may have killed a relay, so that clearing them up takes no 64 turns each.
+    if v_turn & 1 = 0 then
+        select l.lane
+        into v_suspect
+        from outbox.lane as l
+        where l.suspects <> '{}'
+          and (l.leased_until is null or l.leased_until <= v_now)
+        limit 1;
+        v_turn := coalesce(v_suspect, v_turn);
     end if;
 
-    for v_candidate in
+    open v_candidates for
         select l.lane, l.relay, l.leased_until > v_now as leased
         -- In turn, and looked into only as far as the loop goes: with a backlog one or two lanes fill the batch.
         from generate_series(v_turn, v_turn + 63) as n
@@ -174,9 +185,10 @@ begin
           and (l.leased_until is null
                or l.leased_until <= v_now
                -- somebody else's lease: worth a look whether its holder lives
-               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
+               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay);
     loop
-        exit when v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
+        fetch v_candidates into v_candidate;
+        exit when not found or v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
         if v_candidate.leased and not v_candidate.relay = any (v_gone) then
             continue when v_candidate.relay = any (v_alive);
             if not pg_try_advisory_xact_lock_shared(v_candidate.relay) then
@@ -213,6 +225,8 @@ begin
             continue when v_ids <> '{}';
             v_part := outbox._take_suspect(v_lane, v_now);
         else
+            -- Read under the lane's lock: the sweep, when it voids the proof, takes that lock as well.
+            v_safe_id := (select h.safe_id from outbox.horizon as h order by h.version desc limit 1);
             v_quota := claim_batch.batch_size - cardinality(v_ids);
             v_part := outbox._take(v_lane, v_quota, claim_batch.max_bytes - v_bytes, v_ids = '{}', v_now, v_look_due, v_safe_id);
         end if;
@@ -236,8 +250,10 @@ begin
         v_lanes := v_lanes + 1;
         exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
     end loop;
+    close v_candidates;
 
-    if v_look_due and v_lanes > 0 then
+    -- A full batch may have left some behind whose time has come: then the next claim looks as well.
+    if v_look_due and v_lanes > 0 and cardinality(v_ids) < claim_batch.batch_size then
         update outbox.horizon as h
         set version = h.version + 1,
             due_checked_at = v_now
@@ -308,20 +324,22 @@ begin
     v_part.reach := (_take_suspect.lane).floor - 1;
     v_part.suspects := (_take_suspect.lane).suspects;
     v_part.kills := (_take_suspect.lane).kills;
+    perform outbox._bury_expired(v_part.suspects, _take_suspect.at);
     loop
         select m.id, m.ctid, s.n, octet_length(m.body) as bytes
         into v_suspect
         from unnest(v_part.suspects) with ordinality as s (id, n)
         join outbox.message as m
             on m.id = s.id
-        where (m.due_at is null or m.due_at <= _take_suspect.at)
-          and not exists (
-              select
-              from outbox.held_key as k
-              where k.lane = m.lane
-                and k.key = m.key
-                and k.head_id is distinct from m.id
-          )
+        left join outbox.held_key as k
+            on k.lane = m.lane
+            and k.key = m.key
+        -- as _take() would: ready or due and not behind a failing one, or held behind one that is out of the way
+        where case m.due_at
+            when 'infinity' then k.key is not null and k.head_id is null
+            else (m.due_at is null or m.due_at <= _take_suspect.at)
+                 and (k.key is null or k.head_id >= m.id)
+        end
         order by s.n
         limit 1
         for update of m skip locked;
@@ -410,7 +428,7 @@ begin
               and k.key = m.key
               and k.head_id is distinct from m.id;
         end if;
-        v_part := outbox._admit(v_part, v_ids, 'infinity', _take.room, _take.first);
+        v_part := outbox._admit(v_part, v_ids, false, _take.room, _take.first);
     end if;
 
     -- Keys whose head is out of the way: what was held behind it leaves in order, before anything newer.
@@ -457,7 +475,7 @@ begin
             );
             -- Burying one may have parked the key.
             continue when outbox._bury_expired(v_ids, _take.at);
-            v_part := outbox._admit(v_part, v_ids, null, _take.room, _take.first);
+            v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
         end loop;
     end if;
 
@@ -478,6 +496,14 @@ begin
               and m.due_at is null
               and m.id >= v_floor
               and m.id < v_until
+              -- again, for what has committed since _hold_back() looked
+              and (not v_keys or not exists (
+                  select
+                  from outbox.held_key as k
+                  where k.lane = m.lane
+                    and k.key = m.key
+                    and (k.head_id is null or k.head_id < m.id)
+              ))
             order by m.id
             limit v_quota
         ) as r;
@@ -488,14 +514,14 @@ begin
     -- Everything ready up to here is in our hands or gone. Only what is proven may raise the floor later.
     v_reach := case when cardinality(v_ids) = v_quota then v_ids[v_quota] else v_until - 1 end;
     if v_bytes > _take.room - v_part.bytes then
-        v_part := outbox._admit(v_part, v_ids, null, _take.room, _take.first);
+        v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
         v_reach := (select min(i.id) - 1 from unnest(v_ids) as i (id) where i.id <> all (v_part.ids));
     elsif v_ids is not null then
         v_part.ids := v_part.ids || v_ids;
         v_part.tids := v_part.tids || v_tids;
         v_part.bytes := v_part.bytes + v_bytes;
     end if;
-    v_part.reach := greatest(v_part.reach, least(_take.safe_id, v_reach));
+    v_part.reach := greatest(v_part.reach, least(coalesce(_take.safe_id, 0), v_reach));
     return v_part;
 end
 $function$;
@@ -527,7 +553,8 @@ begin
         join outbox.held_key as k
             on k.lane = _hold_back.lane
             and k.key = r.key
-        where m.id = r.id;
+        where m.id = r.id
+          and (k.head_id is null or k.head_id < r.id);
         exit when not found;
     end loop;
     return coalesce((
@@ -544,6 +571,8 @@ begin
         join outbox.held_key as k
             on k.lane = _hold_back.lane
             and k.key = r.key
+        where k.head_id is null
+           or k.head_id < r.id
     ), 9223372036854775807);
 end
 $function$;
@@ -576,7 +605,7 @@ $function$;
 comment on function outbox._bury_expired(bigint[], timestamptz) is
     'Moves those messages to dead_letter whose life is over; true if there were any.';
 
-create or replace function outbox._admit(part outbox._part, ids bigint[], except_due timestamptz, room bigint, first boolean)
+create or replace function outbox._admit(part outbox._part, ids bigint[], held_too boolean, room bigint, first boolean)
     returns outbox._part
     language plpgsql
     volatile
@@ -601,7 +630,8 @@ begin
         from unnest(_admit.ids) with ordinality as i (id, n)
         join outbox.message as m
             on m.id = i.id
-        where m.due_at is distinct from _admit.except_due
+        where _admit.held_too
+           or m.due_at <> 'infinity'
         window w as (order by i.n rows unbounded preceding)
     ) as r
     where r.fits;
@@ -612,8 +642,8 @@ begin
 end
 $function$;
 
-comment on function outbox._admit(outbox._part, bigint[], timestamptz, bigint, boolean) is
-    'Adds messages, but those with this due_at, to what a claim takes, as far as there is room.';
+comment on function outbox._admit(outbox._part, bigint[], boolean, bigint, boolean) is
+    'Adds messages, held ones only if told so, to what a claim takes, as far as there is room.';
 
 create or replace function outbox.arm_wakeup()
     returns boolean

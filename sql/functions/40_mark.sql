@@ -111,15 +111,14 @@ as $function$
 declare
     v_xids xid8[] := '{}';
 begin
-    -- Twice, because PREPARE TRANSACTION moves a transaction's locks one after the other to another owner: one look
-    -- may miss it in the middle, two cannot.
+    -- Twice, because PREPARE TRANSACTION moves a transaction's locks one after the other to another owner (with the same
+    -- virtual id): one look may miss one of them in the middle, two cannot.
     for i in 1..2 loop
         v_xids := v_xids || array(
             select outbox._widen(x.transactionid::text::bigint)
             from pg_locks as r
             join pg_locks as x
                 on x.virtualtransaction = r.virtualtransaction
-                and x.pid is not distinct from r.pid
             where r.locktype = 'relation'
               and r.database = (select d.oid from pg_database as d where d.datname = current_database())
               and r.relation = 'outbox.message'::regclass
@@ -163,12 +162,7 @@ begin
         return 0;
     end if;
     -- A failing message that got through at last: its key may go on.
-    update outbox.held_key as k
-    set head_id = null
-    from outbox.lane as l
-    where l.token = mark_sent.token
-      and k.lane = l.lane
-      and k.head_id in (select i.id from unnest(v_ids) as i (id));
+    perform outbox._free_keys(array(select l.lane from outbox.lane as l where l.token = mark_sent.token), v_ids);
     delete from outbox.message as m
     where m.id = any (v_ids);
     perform outbox._settle(mark_sent.token, v_ids);
@@ -199,6 +193,10 @@ begin
         for update
     ) as l
     cross join lateral unnest(l.handed) as h (id);
+    -- A relay settles its whole batch, as it was handed out, nearly always.
+    if v_handed = _held_by.ids then
+        return v_handed;
+    end if;
     return array(
         select h.id
         from unnest(v_handed) as h (id)
@@ -220,7 +218,10 @@ begin
     with rest as materialized (
         select
             x.lane,
-            array(select h.id from unnest(x.handed) as h (id) where h.id not in (select i.id from unnest(_settle.ids) as i (id))) as handed
+            case
+                when x.handed = _settle.ids then '{}'
+                else array(select h.id from unnest(x.handed) as h (id) where h.id not in (select i.id from unnest(_settle.ids) as i (id)))
+            end as handed
         from outbox.lane as x
         where x.token = _settle.token
     )

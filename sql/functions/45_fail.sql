@@ -31,7 +31,8 @@ create or replace function outbox._bury(ids bigint[], reasons text[], errors tex
     set search_path = pg_catalog, pg_temp
 as $function$
 declare
-    v_park boolean := outbox._value_of('on_dead') = 'park';
+    v_park  boolean := outbox._value_of('on_dead') = 'park';
+    v_lanes smallint[];
 begin
     with gone as (
         delete from outbox.message as m
@@ -41,39 +42,61 @@ begin
     buried as (
         insert into outbox.dead_letter (
             id, dead_at, reason, error, lane, message_id, exchange, routing_key, key, content_type, headers, properties, created_at,
-            expires_at, attempts, emitted_by, dedup_key, body
+            expires_at, attempts, emitted_by, dedup_key, parked, body
         )
         select
             g.id, clock_timestamp(), d.reason, coalesce(left(d.error, 1000), g.error), g.lane, g.message_id, g.exchange, g.routing_key,
             g.key, g.content_type, g.headers, g.properties, g.created_at, g.expires_at, g.attempts + _bury.attempt, g.emitted_by,
-            g.dedup_key, g.body
+            g.dedup_key, v_park and g.key is not null, g.body
         from gone as g
         join unnest(_bury.ids, _bury.reasons, _bury.errors) as d (id, reason, error)
             on d.id = g.id
-        returning id, lane, key
+        returning id, lane, key, parked
     ),
     parked as (
         insert into outbox.held_key as k (lane, key, head_id)
         select b.lane, b.key, min(b.id)
         from buried as b
-        where v_park
-          and b.key is not null
+        where b.parked
         group by b.lane, b.key
         on conflict on constraint held_key_pkey do update
             set head_id = least(k.head_id, excluded.head_id)
     )
-    update outbox.held_key as k
-    set head_id = null
-    from buried as b
-    where not v_park
-      and k.lane = b.lane
-      and k.key = b.key
-      and k.head_id = b.id;
+    select array_agg(distinct b.lane)
+    into v_lanes
+    from buried as b;
+    if not v_park then
+        perform outbox._free_keys(v_lanes, _bury.ids);
+    end if;
 end
 $function$;
 
 comment on function outbox._bury(bigint[], text[], text[], integer) is
     'Moves messages to dead_letter; their keys go on or are parked, as the setting on_dead says.';
+
+create or replace function outbox._free_keys(lanes smallint[], heads bigint[])
+    returns void
+    language plpgsql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+begin
+    -- The next obstacle may be a message of the key that died behind this one, and was parked.
+    update outbox.held_key as k
+    set head_id = (
+        select min(d.id)
+        from outbox.dead_letter as d
+        where d.lane = k.lane
+          and d.key = k.key
+          and d.parked
+    )
+    where k.lane = any (_free_keys.lanes)
+      and k.head_id in (select h.id from unnest(_free_keys.heads) as h (id));
+end
+$function$;
+
+comment on function outbox._free_keys(smallint[], bigint[]) is
+    'Lets the keys in these lanes go on that waited for one of these messages.';
 
 create or replace function outbox.mark_failed(
     token    uuid,
@@ -253,8 +276,8 @@ begin
     if purge_dead.older_than is null then
         perform outbox._refuse('OB001', 'older_than must not be null', 'Pass interval ''0'' to remove all dead letters.');
     end if;
-    if purge_dead.older_than < interval '0' then
-        perform outbox._refuse('OB011', 'older_than must not be negative', 'Pass interval ''0'' to remove all dead letters.');
+    if purge_dead.older_than not between interval '0' and interval '100 years' then
+        perform outbox._refuse('OB011', 'older_than must lie between 0 and 100 years', 'Pass interval ''0'' to remove all dead letters.');
     end if;
     return outbox._purge_dead(clock_timestamp() - purge_dead.older_than, null);
 end
@@ -271,6 +294,8 @@ create or replace function outbox._purge_dead(before timestamptz, most integer)
 as $function$
 declare
     v_purged integer;
+    v_lanes  smallint[];
+    v_parked bigint[];
 begin
     with gone as (
         delete from outbox.dead_letter as d
@@ -282,19 +307,12 @@ begin
             limit _purge_dead.most
             for update skip locked
         )
-        returning d.id, d.lane, d.key
-    ),
-    freed as (
-        update outbox.held_key as k
-        set head_id = null
-        from gone as g
-        where k.lane = g.lane
-          and k.key = g.key
-          and k.head_id = g.id
+        returning d.id, d.lane, d.parked
     )
-    select count(*)
-    into v_purged
-    from gone;
+    select count(*), array_agg(distinct g.lane) filter (where g.parked), array_agg(g.id) filter (where g.parked)
+    into v_purged, v_lanes, v_parked
+    from gone as g;
+    perform outbox._free_keys(v_lanes, v_parked);
     return v_purged;
 end
 $function$;

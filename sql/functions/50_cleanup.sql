@@ -51,6 +51,8 @@ declare
     v_last    bigint := coalesce(pg_sequence_last_value('outbox.message_id_seq'), 0);
     v_low     record;
 begin
+    -- One sweep at a time: two would refill a lane twice.
+    perform pg_advisory_xact_lock('outbox.message'::regclass::oid::integer, 2);
     insert into outbox.lane (lane, version)
     select n, 0
     from generate_series(0, 63) as n

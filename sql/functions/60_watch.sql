@@ -35,8 +35,9 @@ begin
             when 'retry_base'       then configure.value::interval between interval '1 ms' and interval '1 day'
             when 'retry_cap'        then configure.value::interval between interval '1 ms' and interval '30 days'
             when 'dedup_window'     then configure.value::interval between interval '1 s' and interval '365 days'
-            when 'retention'        then configure.value in ('delete', 'forever') or configure.value::interval >= interval '0'
-            else configure.value::interval >= interval '0'
+            when 'retention'        then configure.value in ('delete', 'forever')
+                                         or configure.value::interval between interval '0' and interval '100 years'
+            else configure.value::interval between interval '0' and interval '100 years'
         end;
     exception
         when data_exception then

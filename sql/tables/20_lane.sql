@@ -21,6 +21,8 @@ create table outbox.lane (
 
 -- The lanes of one token; dead versions carry other tokens.
 create index lane_token on outbox.lane (token) where token is not null;
+-- Lanes with messages that may have killed a relay: nearly always none.
+create index lane_suspects on outbox.lane (lane) where suspects <> '{}';
 
 -- The ids of a batch stay in the row, uncompressed: toasting them costs more than writing them.
 alter table outbox.lane alter column handed set storage external;
@@ -49,10 +51,11 @@ comment on column outbox.lane.leased_until is 'end of the lease; null when free'
 comment on column outbox.lane.handed       is 'ids handed out and not settled; the lane is free when there are none';
 comment on column outbox.lane.suspects     is 'ids in the hands of a relay that died; each is next claimed alone';
 comment on column outbox.lane.kills        is 'how many relays died holding the first suspect alone';
+comment on index outbox.lane_suspects is 'claim_batch(): lanes to be cleared up first';
 comment on index outbox.lane_token is 'settling calls: the lanes of a token';
 
 -- Each claim begins at the next lane, whichever relay makes it, so that none is served twice before all were once.
-create sequence outbox.lane_turn as bigint increment by 1 cache 1 cycle;
+create sequence outbox.lane_turn as bigint increment by 1 cache 1 cycle owned by outbox.lane.lane;
 
 comment on sequence outbox.lane_turn is
     'Where the next claim begins; derived, like lane.';

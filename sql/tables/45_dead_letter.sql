@@ -18,12 +18,14 @@ create table outbox.dead_letter (
     attempts     integer     not null,
     emitted_by   name        not null,
     dedup_key    text,
+    parked       boolean     not null,
     body         bytea       not null,
     constraint dead_letter_pkey primary key (id),
     constraint dead_letter_reason check (reason in ('max_attempts', 'unroutable', 'rejected', 'expired', 'killed_relay'))
 );
 
 create index dead_letter_dead_at on outbox.dead_letter (dead_at);
+create index dead_letter_parked on outbox.dead_letter (lane, key, id) where parked;
 
 comment on table outbox.dead_letter is
     'Messages that will not be sent unless requeue_dead() is called; purge_dead() and cleanup() remove them.';
@@ -44,5 +46,7 @@ comment on column outbox.dead_letter.expires_at   is 'its end of life; null mean
 comment on column outbox.dead_letter.attempts     is 'how often the broker refused it';
 comment on column outbox.dead_letter.emitted_by   is 'session_user that emitted it';
 comment on column outbox.dead_letter.dedup_key    is 'deduplication key it was emitted with; null means none';
+comment on column outbox.dead_letter.parked       is 'whether its key waits until it is requeued or purged';
 comment on column outbox.dead_letter.body         is 'bytes to publish, unchanged';
 comment on index outbox.dead_letter_dead_at is 'purge_dead(), cleanup(): oldest first';
+comment on index outbox.dead_letter_parked  is 'what a key waits for next';

@@ -10,24 +10,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import psycopg
 
 import databases
-import psycopg
-from measure import Bench, Case, Contender, Row, compare
+from bench.measure import Bench, Case, Contender, Row, compare
 
-Connection = psycopg.Connection[tuple[object, ...]]
+Connection = psycopg.Connection[tuple[Any, ...]]
 
 BATCH = 500
 BODY = '{"x": "' + "0" * 247 + '"}'  # 256 bytes
 COLUMNS = (
-    "id, message_id, exchange, routing_key, key, body, content_type, headers, properties, expires_at, attempts, created_at"
+    "t.id, t.message_id, t.exchange, t.routing_key, t.key, t.body, t.content_type, t.headers, t.properties, "
+    "t.expires_at, t.attempts, t.created_at"
 )
 
 
 def insert_into(table: str, body: str = f"convert_to('{BODY}', 'UTF8')") -> str:
     return (
         f"insert into {table} (lane, message_id, routing_key, content_type, created_at, emitted_by, body) "
-        f"select floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', clock_timestamp(), session_user, {body}"
+        f"select floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', now(), 'bench', {body}"
     )
 
 
@@ -78,7 +81,7 @@ def emit(clients: int) -> Case:
                 Contender("insert with NOTIFY trigger", rate(insert_into("noisy"), "noisy")),
             ]
             # The lock that NOTIFY takes at commit shows with company only.
-            reach = {"insert": 0.75, "insert with NOTIFY trigger": 3.0} if clients == 16 else {}  # noqa: PLR2004
+            reach = {"insert": 0.75, "insert with NOTIFY trigger": 3.0} if clients == 16 else {}
             yield from compare(f"emit, {clients} clients", contenders, bench.size(5, 3), reach)
 
     return case
@@ -95,10 +98,10 @@ def emit_many(bench: Bench) -> Iterator[Row]:
 
         def rate(table: str, sql: str, argument: object) -> Callable[[], float]:
             def measure() -> float:
-                connection.execute(f"truncate {table}")  # type: ignore[arg-type,unused-ignore]
+                connection.execute(f"truncate {table}")
                 begun = time.perf_counter()
                 for _ in range(repeats):
-                    connection.execute(sql, [argument])  # type: ignore[arg-type,unused-ignore]
+                    connection.execute(sql, [argument])
                 return count * repeats / (time.perf_counter() - begun)
 
             return measure
@@ -114,13 +117,15 @@ def emit_many(bench: Bench) -> Iterator[Row]:
 
 
 def fill(connection: Connection, table: str, count: int) -> None:
-    connection.execute(f"{insert_into(table)} from generate_series(1, {count})")  # type: ignore[arg-type,unused-ignore]
-    connection.execute(f"vacuum analyze {table}")  # type: ignore[arg-type,unused-ignore]
+    connection.execute(f"{insert_into(table)} from generate_series(1, {count})")
+    connection.execute(f"vacuum analyze {table}")
 
 
 def reset(connection: Connection, count: int) -> None:
     connection.execute("truncate outbox.message, outbox.held_key")
-    connection.execute("update outbox.lane set version = version + 1, token = null, relay = null, leased_until = null, handed = '{}'")
+    connection.execute(
+        "update outbox.lane set version = version + 1, token = null, relay = null, leased_until = null, handed = '{}'"
+    )
     connection.execute("vacuum outbox.lane")
     fill(connection, "outbox.message", count)
 
@@ -151,8 +156,9 @@ def claim(bench: Bench) -> Iterator[Row]:
         connection.execute(
             """
             create table held (like outbox.message including defaults, primary key (id));
-            create table leased (like outbox.message including defaults, token uuid, leased_until timestamptz, primary key (id));
-            alter table leased set (fillfactor = 70);
+            create table leased (
+                like outbox.message including defaults, token uuid, leased_until timestamptz, primary key (id)
+            ) with (fillfactor = 70);
             """
         )
 
@@ -163,7 +169,7 @@ def claim(bench: Bench) -> Iterator[Row]:
         def held_step() -> int:
             with synchronous.transaction():
                 rows = synchronous.execute(
-                    f"select {COLUMNS} from held order by id limit %s for update skip locked",  # type: ignore[arg-type,unused-ignore]
+                    f"select {COLUMNS} from held as t order by id limit %s for update skip locked",
                     [BATCH],
                     prepare=True,
                     binary=True,
@@ -182,14 +188,17 @@ def claim(bench: Bench) -> Iterator[Row]:
             rows = synchronous.execute(
                 "with next as materialized (select id from leased where leased_until is null or leased_until < now() "
                 "order by id limit %s for update skip locked) "
-                "update leased as t set token = %s, leased_until = now() + interval '30 s' from next where t.id = next.id "
-                "returning " + ", ".join(f"t.{name}" for name in COLUMNS.split(", ")),  # type: ignore[arg-type,unused-ignore]
+                "update leased as t set token = %s, leased_until = now() + interval '30 s' from next "
+                "where t.id = next.id "
+                f"returning {COLUMNS}",
                 [BATCH, token],
                 prepare=True,
                 binary=True,
             ).fetchall()
             ids = [row[0] for row in rows]
-            connection.execute("delete from leased where id = any (%s) and token = %s", [ids, token], prepare=True, binary=True)
+            connection.execute(
+                "delete from leased where id = any (%s) and token = %s", [ids, token], prepare=True, binary=True
+            )
             return len(rows)
 
         def leased() -> float:
@@ -202,7 +211,9 @@ def claim(bench: Bench) -> Iterator[Row]:
             Contender("held transaction", held),
             Contender("row leases", leased),
         ]
-        yield from compare("claim + mark, 500", contenders, bench.size(7, 3), {"held transaction": 0.7, "row leases": 1.8})
+        yield from compare(
+            "claim + mark, 500", contenders, bench.size(7, 3), {"held transaction": 0.7, "row leases": 1.8}
+        )
 
 
 @contextmanager
@@ -223,12 +234,18 @@ def writer(dsn: str) -> Iterator[None]:
 
 
 def burden(connection: Connection, failing: int, scheduled: int) -> None:
-    """Messages that fail and messages that wait, spread over all lanes, with and without keys."""
+    """Messages that fail and messages that wait, spread over all lanes."""
     connection.execute(
-        "insert into outbox.message (lane, message_id, routing_key, content_type, created_at, emitted_by, body, due_at, attempts) "
-        "select floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', clock_timestamp(), session_user, '', "
-        "clock_timestamp() + case when n <= %s then random() * interval '10 s' else interval '1 hour' end, (n <= %s)::integer "
-        "from generate_series(1, %s) as n",
+        """
+        insert into outbox.message (
+            lane, message_id, routing_key, content_type, created_at, emitted_by, body, due_at, attempts
+        )
+        select
+            floor(random() * 64), gen_random_uuid(), 'bench', 'application/json', clock_timestamp(), 'bench', '',
+            clock_timestamp() + case when n <= %s then random() * interval '10 s' else interval '1 hour' end,
+            (n <= %s)::integer
+        from generate_series(1, %s) as n
+        """,
         [failing, failing, failing + scheduled],
     )
 
@@ -236,7 +253,9 @@ def burden(connection: Connection, failing: int, scheduled: int) -> None:
 def burdened_step(connection: Connection) -> int:
     """What has failed before fails again."""
     token = uuid.uuid4()
-    rows = connection.execute("select * from outbox.claim_batch(%s, %s)", [token, BATCH], prepare=True, binary=True).fetchall()
+    rows = connection.execute(
+        "select * from outbox.claim_batch(%s, %s)", [token, BATCH], prepare=True, binary=True
+    ).fetchall()
     good = [row[0] for row in rows if row[10] == 0]
     bad = [row[0] for row in rows if row[10] != 0]
     if good:

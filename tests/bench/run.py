@@ -23,10 +23,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
 
-import cases_sql  # noqa: E402 - the folder of the test tools is on the path only now
-import databases  # noqa: E402
+import databases  # noqa: E402 - the folder of the test tools is on the path only now
 import servers  # noqa: E402
-from measure import Bench, Row, progress  # noqa: E402
+from bench import cases_sql  # noqa: E402
+from bench.measure import Bench, Row, progress  # noqa: E402
 
 
 def report(rows: list[Row]) -> None:
