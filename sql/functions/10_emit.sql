@@ -586,6 +586,22 @@ $function$;
 comment on function outbox.set_context(jsonb) is
     'For the rest of the transaction: headers merged into every later emit, triggers included; null clears them.';
 
+create or replace function outbox._in_flight(lane smallint, id bigint)
+    returns boolean
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $function$
+    select _in_flight.id = any (l.handed)
+    from outbox.lane as l
+    where l.lane = _in_flight.lane
+    order by l.version desc
+    limit 1;
+$function$;
+
+comment on function outbox._in_flight(smallint, bigint) is
+    'Whether a message of a lane is in the hands of a relay.';
+
 create or replace function outbox.cancel(id bigint)
     returns boolean
     language plpgsql
@@ -622,17 +638,15 @@ begin
         if current_setting('transaction_isolation') <> 'read committed' then
             perform outbox._refuse_isolation();
         end if;
+        if outbox._in_flight(v_message.lane, cancel.id) then
+            return false;
+        end if;
         -- claim_batch() locks what it takes from behind a time or a failing key, so this lock decides between the two.
         perform
         from outbox.message as m
         where m.id = cancel.id
         for update;
-        if not found or exists (
-            select
-            from outbox._lanes() as l
-            where l.lane = v_message.lane
-              and cancel.id = any (l.handed)
-        ) then
+        if not found or outbox._in_flight(v_message.lane, cancel.id) then
             return false;
         end if;
     end if;

@@ -119,7 +119,7 @@ begin
     if exists (select from outbox.lane as l where l.token = claim_batch.token) then
         perform outbox._refuse('OB012', 'token holds lanes already', 'Use a new token for each claim, or settle and release this one.');
     end if;
-    if outbox._value_of('paused') = 'on' then
+    if exists (select from outbox.setting as s where s.name = 'paused') then
         return;
     end if;
     -- This commit is the fence between an emit with synchronous_commit = off and its publishing. A set clause of the
@@ -487,7 +487,7 @@ begin
         if v_keys then
             v_until := outbox._hold_back(v_lane, v_floor);
         end if;
-        select array_agg(r.id order by r.id), array_agg(r.ctid order by r.id), sum(r.bytes), bool_or(r.expires_at <= _take.at)
+        select array_agg(r.id), array_agg(r.ctid), sum(r.bytes), bool_or(r.expires_at <= _take.at)
         into v_ids, v_tids, v_bytes, v_expired
         from (
             select m.id, m.ctid, octet_length(m.body) as bytes, m.expires_at
