@@ -468,8 +468,8 @@ select throws_ok(
     'anybody can set outbox.context, so emit checks it: ' || context
 )
 from (values
-    ('[1]', 'headers must be an object'),
-    ('5', 'headers must be an object'),
+    ('[1]', 'outbox.context is not an object'),
+    ('5', 'outbox.context is not an object'),
     ('{"x-death": 1}', 'headers contain a reserved name'),
     ('{"a": 1.5}', 'headers contain a name or value that AMQP cannot carry unchanged')
 ) as v (context, message);

@@ -30,7 +30,7 @@ select pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_
 rollback;
 
 \ir setup.psql
-select plan(116);
+select plan(111);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.

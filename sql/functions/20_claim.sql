@@ -515,7 +515,7 @@ begin
     v_reach := case when cardinality(v_ids) = v_quota then v_ids[v_quota] else v_until - 1 end;
     if v_bytes > _take.room - v_part.bytes then
         v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
-        v_reach := (select min(i.id) - 1 from unnest(v_ids) as i (id) where i.id <> all (v_part.ids));
+        v_reach := coalesce((select min(i.id) - 1 from unnest(v_ids) as i (id) where i.id <> all (v_part.ids)), v_reach);
     elsif v_ids is not null then
         v_part.ids := v_part.ids || v_ids;
         v_part.tids := v_part.tids || v_tids;

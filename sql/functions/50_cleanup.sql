@@ -9,19 +9,23 @@ create or replace function outbox.cleanup()
     set enable_seqscan = off
 as $function$
 declare
-    v_result outbox.cleanup_result;
+    v_result       outbox.cleanup_result;
+    v_dead_before  timestamptz;
+    v_dedup_before timestamptz;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform outbox._refuse_isolation();
     end if;
     perform outbox._sweep();
-    v_result.dead_letters := outbox._purge_dead(clock_timestamp() - outbox._value_of('dead_retention')::interval, 10000);
+    v_dead_before := clock_timestamp() - outbox._value_of('dead_retention')::interval;
+    v_dedup_before := clock_timestamp() - outbox._value_of('dedup_window')::interval;
+    v_result.dead_letters := outbox._purge_dead(v_dead_before, 10000);
     with gone as (
         delete from outbox.dedup as d
         where d.dedup_key in (
             select x.dedup_key
             from outbox.dedup as x
-            where x.created_at < clock_timestamp() - outbox._value_of('dedup_window')::interval
+            where x.created_at <= v_dedup_before
             order by x.created_at
             limit 10000
             for update skip locked
@@ -31,7 +35,8 @@ begin
     select count(*)
     into v_result.dedup_keys
     from gone;
-    v_result.more := greatest(v_result.dead_letters, v_result.dedup_keys) >= 10000;
+    v_result.more := exists (select from outbox.dead_letter as d where d.dead_at <= v_dead_before)
+                     or exists (select from outbox.dedup as d where d.created_at <= v_dedup_before);
     return v_result;
 end
 $function$;
@@ -117,7 +122,12 @@ begin
             floor_repairs = h.floor_repairs + 1;
     end loop;
 
-    -- A held message whose key is not known as held would wait for ever.
+    -- What waits for a message that is nowhere any more, or whose key is not known as held, would wait for ever.
+    update outbox.held_key as k
+    set head_id = null
+    where not exists (select from outbox.message as m where m.id = k.head_id)
+      and not exists (select from outbox.dead_letter as d where d.id = k.head_id and d.parked)
+      and k.head_id is not null;
     insert into outbox.held_key (lane, key)
     select distinct m.lane, m.key
     from outbox.message as m
