@@ -36,7 +36,7 @@ from (values
     ('mark_sent', 'token uuid, ids bigint[] -> integer'),
     (
         'mark_failed',
-        'token uuid, ids bigint[], errors text[], reasons text[], retry_in interval[] -> integer'
+        'token uuid, ids bigint[], errors text[], reasons text[], retry_in interval[], counts boolean -> integer'
     ),
     ('release_batch', 'token uuid -> integer'),
     ('version', ' -> text')

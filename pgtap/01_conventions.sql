@@ -8,7 +8,7 @@ select unnest(array[
     -- producer
     'emit', 'emit_bytes', 'emit_many', 'emit_event', 'cancel', 'set_context',
     -- relay
-    'hello', 'claim_batch', 'mark_sent', 'mark_failed', 'release_batch', 'extend_lease',
+    'hello', 'relay_settings', 'claim_batch', 'mark_sent', 'mark_failed', 'release_batch', 'extend_lease',
     'arm_wakeup', 'disarm_wakeup', 'next_due',
     -- operator
     'stats', 'configure', 'pause', 'resume', 'version', 'cleanup', 'requeue_dead', 'purge_dead', 'wait_sent',

@@ -21,7 +21,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(73);
+select plan(79);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -33,7 +33,7 @@ create function pg_temp.waiting() returns text language sql as $$
     select coalesce(string_agg(m.routing_key, ' ' order by m.id), '') from outbox.message as m;
 $$;
 create function pg_temp.key_of(lane integer) returns text language sql as $$
-    select 'k' || k from generate_series(1, 10000) as k where hashtextextended('k' || k, 0) & 63 = lane order by k limit 1;
+    select 'k' || k from generate_series(1, 1000) as k where hashtextextended('k' || k, 0) & 63 = lane order by k limit 1;
 $$;
 -- Four messages in a lane, and one in another.
 create procedure pg_temp.start_over() language sql as $$
@@ -103,6 +103,14 @@ select is(outbox.mark_sent(pg_temp.token(1), array[:m4]), 0, 'then it counts no 
 select ok(pg_temp.id_of('m4') is not null, 'and the message stays with who has it now');
 select is(outbox.mark_sent(pg_temp.token(3), array[:m4]), 1, 'who settles it');
 
+call pg_temp.start_over();
+select pg_temp.id_of('m1') as m1, pg_temp.id_of('m2') as m2, pg_temp.id_of('m3') as m3, pg_temp.id_of('m4') as m4 \gset
+delete from outbox.message where routing_key = 'other';
+update outbox.horizon set safe_id = :m4, version = version + 1;
+select pg_temp.claim(1) as claimed, outbox.mark_sent(pg_temp.token(1), array[:m2, :m4]) as sent \gset
+call pg_temp.expire();
+select is(pg_temp.claim(2), 'm1 m3', 'while a lane is half settled its floor stays');
+
 -- release_batch() gives back what is open.
 call pg_temp.start_over();
 select pg_temp.id_of('m1') as m1, pg_temp.id_of('m2') as m2, pg_temp.id_of('other') as other \gset
@@ -166,26 +174,38 @@ select is(outbox.wait_sent(id, '10 s'), false, 'never emitted: ' || id)
 from (select last_value + 1 as id from outbox.message_id_seq union all values (0), (-1)) as v;
 select cmp_ok(clock_timestamp() - :'began', '<', interval '5 s', 'all at once');
 
--- The horizon: proof by those who may have drawn an id.
+-- The horizon: proof by those who may have drawn an id, and by the oldest open transaction.
 call pg_temp.start_over();
 select max(id) as last from outbox.message \gset
-create procedure pg_temp.horizon(safe bigint, noted bigint, xids xid8[], checked timestamptz) language sql as $$
+create procedure pg_temp.look(safe bigint, noted bigint, xids xid8[], pending xid8 = null, moved timestamptz = '-infinity', checked timestamptz = '-infinity') language sql as $$
     update outbox.horizon
-    set safe_id = safe, noted_id = noted, noted_xids = xids, pending_id = null, pending_xid = null, moved_at = '-infinity', noted_at = '-infinity',
-        checked_at = checked, version = version + 1;
+    set safe_id = safe, noted_id = noted, noted_xids = xids, noted_at = '-infinity', pending_id = case when pending is not null then 5 end, pending_xid = pending,
+        moved_at = moved, checked_at = checked, version = version + 1;
     select outbox.mark_sent(gen_random_uuid(), '{}');
 $$;
-call pg_temp.horizon(1, null, null, '-infinity');
-select is((select noted_id from outbox.horizon), :last::bigint, 'a settling call notes the last id drawn');
-select is((select safe_id from outbox.horizon), 1::bigint, 'which proves nothing yet');
-call pg_temp.horizon(1, 2, array[pg_current_xact_id()], '-infinity');
-select is((select safe_id from outbox.horizon), 1::bigint, 'nor while one that was open then still is');
-call pg_temp.horizon(1, 2, '{}', clock_timestamp() + interval '1 min');
-select is((select safe_id from outbox.horizon), 1::bigint, 'nor by a look so soon after another');
-call pg_temp.horizon(1, 2, '{}', '-infinity');
-select is((select safe_id from outbox.horizon), 2::bigint, 'but once all have ended');
-call pg_temp.horizon(3, 2, '{}', '-infinity');
-select is((select safe_id from outbox.horizon), 3::bigint, 'and never backwards');
+create function pg_temp.safe_id() returns bigint language sql as 'select safe_id from outbox.horizon';
+create function pg_temp.noted_id() returns bigint language sql as 'select noted_id from outbox.horizon';
+call pg_temp.look(1, null, null);
+select is(pg_temp.noted_id(), :last::bigint, 'a settling call notes the last id drawn');
+select is(pg_temp.safe_id(), 1::bigint, 'which proves nothing yet');
+call pg_temp.look(1, null, null, moved => clock_timestamp());
+select is(pg_temp.noted_id(), null, 'it does not while the horizon moves on without it');
+call pg_temp.look(:last, null, null);
+select is(pg_temp.noted_id(), null, 'nor when all is proven');
+call pg_temp.look(1, 2, array[pg_current_xact_id()]);
+select is(pg_temp.safe_id(), 1::bigint, 'nothing is proven while one that was open then still is');
+call pg_temp.look(1, 2, '{}', checked => clock_timestamp() + interval '1 min');
+select is(pg_temp.safe_id(), 1::bigint, 'nor by a look so soon after another');
+call pg_temp.look(1, 2, '{}');
+select is(pg_temp.safe_id(), 2::bigint, 'but once all have ended');
+call pg_temp.look(3, 2, '{}');
+select is(pg_temp.safe_id(), 3::bigint, 'and never backwards');
+call pg_temp.look(1, null, null, pending => (pg_current_xact_id()::text::bigint + 1)::text::xid8);
+select is(pg_temp.safe_id(), 1::bigint, 'proof by xid: not while an older transaction is open');
+call pg_temp.look(1, null, null, pending => '3');
+select is(pg_temp.safe_id(), 5::bigint, 'but when all older ones have ended');
+call pg_temp.look(6, null, null, pending => '3');
+select is(pg_temp.safe_id(), 6::bigint, 'and never backwards');
 
 select * from finish();
 rollback;

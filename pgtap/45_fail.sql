@@ -20,7 +20,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(126);
+select plan(137);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims, after looking for due messages; the routing keys in order.
@@ -59,7 +59,7 @@ $$;
 -- Messages whose names begin with their key; all in one lane, in this order.
 create procedure pg_temp.emit(variadic names text[]) language plpgsql as $function$
 declare
-    v_keys text[] := array(select 'k' || k from generate_series(1, 10000) as k where hashtextextended('k' || k, 0) & 63 = 7 order by k limit 2);
+    v_keys text[] := array(select 'k' || k from generate_series(1, 1000) as k where hashtextextended('k' || k, 0) & 63 = 7 order by k limit 2);
 begin
     perform outbox.emit(n.name, '1', key => v_keys[ascii(n.name) - 96])
     from unnest(names) with ordinality as n (name, i)
@@ -72,15 +72,17 @@ select is(answer, 'OB010 isolation level must be read committed', rule || ' in r
 from (values (:'mark_failed', 'mark_failed()'), (:'requeue_dead', 'requeue_dead()'), (:'purge_dead', 'purge_dead()')) as v (answer, rule);
 select throws_ok(format('select outbox.%s', call), code, message, call)
 from (values
-    ('mark_failed(null, ''{}'', ''{}'')', 'OB001', 'token, ids and errors must not be null'),
-    ('mark_failed(gen_random_uuid(), null, ''{}'')', 'OB001', 'token, ids and errors must not be null'),
-    ('mark_failed(gen_random_uuid(), ''{}'', null)', 'OB001', 'token, ids and errors must not be null'),
+    ('mark_failed(null, ''{}'', ''{}'')', 'OB001', 'token, ids, errors and counts must not be null'),
+    ('mark_failed(gen_random_uuid(), null, ''{}'')', 'OB001', 'token, ids, errors and counts must not be null'),
+    ('mark_failed(gen_random_uuid(), ''{}'', null)', 'OB001', 'token, ids, errors and counts must not be null'),
+    ('mark_failed(gen_random_uuid(), ''{}'', ''{}'', counts => null)', 'OB001', 'token, ids, errors and counts must not be null'),
     ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x,x}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x}'', ''{}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x}'', null, ''{1 s,1 s}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x,x}'', ''{null,lost}'')', 'OB014', 'reasons contains an unknown reason'),
-    ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x,x}'', null, ''{null,-1 us}'')', 'OB011', 'retry_in must not be negative'),
+    ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x,x}'', null, ''{null,-1 us}'')', 'OB011', 'retry_in must lie between 0 and 10 years'),
+    ('mark_failed(gen_random_uuid(), ''{1}'', ''{x}'', null, ''{10000 years}'')', 'OB011', 'retry_in must lie between 0 and 10 years'),
     ('requeue_dead(null)', 'OB001', 'ids must not be null'),
     ('purge_dead(null)', 'OB001', 'older_than must not be null'),
     ('purge_dead(''-1 us'')', 'OB011', 'older_than must lie between 0 and 100 years'),
@@ -287,6 +289,17 @@ call pg_temp.an_hour_later();
 select pg_temp.sent('b1') as sent, pg_temp.claim(1) as claimed, pg_temp.sent('a1') as sent_head \gset
 select is(pg_temp.claim(2000), (select string_agg('a' || n, ' ' order by n) from generate_series(2, 2001) as n), 'which leave in order when its head got through');
 
+-- A delayed message of a held key is no exception.
+call pg_temp.start_over();
+call pg_temp.emit('a1');
+select pg_temp.claim() as claimed, outbox.emit('a2', '1', key => key, delay => '1 us') as delayed, pg_temp.failed('a1') as failed from outbox.message \gset
+call pg_temp.emit('a3');
+select is(pg_temp.claim(), '', 'it is due, and waits behind the head');
+call pg_temp.an_hour_later();
+select is(pg_temp.claim(), 'a1', 'which comes alone');
+select pg_temp.sent('a1') as sent \gset
+select is(pg_temp.claim(), 'a2 a3', 'and then it leaves in its order');
+
 -- Expiry while it backs off.
 call pg_temp.start_over();
 call pg_temp.emit('a1', 'a2');
@@ -326,6 +339,14 @@ select is((select outbox.requeue_dead(array_agg(id)) from outbox.dead_letter), 1
 select is(pg_temp.claim(), 'a3', 'and leaves first');
 select is(pg_temp.sent('a3'), 1, 'it is sent');
 select is(pg_temp.claim(), 'a4', 'then the rest');
+call pg_temp.start_over();
+call pg_temp.emit('a1', 'a2', 'a3');
+select pg_temp.claim(1) as claimed, pg_temp.failed('a1') as failed, pg_temp.claim() as held \gset
+update outbox.message set expires_at = clock_timestamp() where routing_key = 'a2';
+call pg_temp.an_hour_later();
+select pg_temp.claim() as claimed, pg_temp.sent('a1') as sent \gset
+select is(pg_temp.claim() || pg_temp.claim(), '', 'a follower that expired parks the key again');
+select is((select routing_key from outbox.dead_letter), 'a2', 'it is dead');
 select outbox.configure('on_dead', null) as configured \gset
 
 -- requeue_dead().
@@ -335,6 +356,7 @@ update outbox.message set created_at = created_at - interval '2 h', expires_at =
 create temporary table requeued on commit drop as select to_jsonb(m) - '{due_at,attempts,expires_at,error}'::text[] as message from outbox.message as m;
 select is(pg_temp.claim(), '', 'an expired message is dead');
 update outbox.lane set floor = :a1 + 1, reach = :a1;
+update outbox.dead_letter set attempts = 7;
 select is(outbox.requeue_dead('{}'), 0, 'none requeued: 0');
 select is(outbox.requeue_dead(array[:a1, :a1, 0, null]), 1, 'as many as were dead letters');
 select is(outbox.requeue_dead(array[:a1]), 0, 'once');
@@ -356,6 +378,21 @@ select is(outbox.purge_dead('59 min'), 1, 'one did');
 select is((select string_agg(routing_key, ' ' order by id) from outbox.dead_letter), 'd2 d3', 'the others stay');
 select is(outbox.purge_dead('0'), 2, 'all that are dead now');
 select is(outbox.purge_dead('100 years'), 0, 'and nobody has been dead for 100 years');
+
+-- Not the message's fault: it backs off as usual, and nothing is counted.
+select outbox.configure('max_attempts', '1');
+select outbox.emit('n', '1', key => 'n');
+select is(pg_temp.claim(), 'n', 'a message that a full queue will refuse');
+select is(
+    outbox.mark_failed(pg_temp.token(1), pg_temp.ids_of('{n}'), '{full}', counts => false), 1,
+    'mark_failed(counts => false) settles it'
+);
+select results_eq(
+    $$select attempts, due_at > clock_timestamp(), error from outbox.message where routing_key = 'n'$$,
+    $$values (0, true, 'full')$$,
+    'it waits, though one counted attempt would have been its last'
+);
+select is((select count(*) from outbox.held_key where key = 'n'), 1::bigint, 'and holds its key');
 
 select * from finish();
 rollback;

@@ -28,7 +28,7 @@ begin
 end
 $function$;
 create function pg_temp.key_of(lane integer) returns text language sql as $$
-    select 'k' || k from generate_series(1, 10000) as k where hashtextextended('k' || k, 0) & 63 = lane order by k limit 1;
+    select 'k' || k from generate_series(1, 1000) as k where hashtextextended('k' || k, 0) & 63 = lane order by k limit 1;
 $$;
 -- A message that died so long ago.
 create procedure pg_temp.dead(name text, age interval, key text = null) language plpgsql as $function$
@@ -107,7 +107,13 @@ select is((select floor_repairs from outbox.horizon), 1::bigint, 'and counts it'
 select is((select floor from outbox.lane where lane = 4), :delayed + 1::bigint, 'what waits for a time needs no floor');
 select is(pg_temp.claim(1), 'below below too', 'and it is handed out');
 select outbox.mark_sent(pg_temp.token(1), array[:below, :below_too]) as sent \gset
-select is((select floor from outbox.lane where lane = 3) <= :below_too + 1, true, 'its settling does not bring the wrong floor back');
+select outbox.emit('below', '1', key => pg_temp.key_of(3)) as below, outbox.emit('in flight', '1', key => pg_temp.key_of(3)) as in_flight \gset
+update outbox.lane set floor = :in_flight where lane = 3;
+select pg_temp.claim(1) as claimed \gset
+update outbox.lane set reach = :in_flight where lane = 3;
+select outbox.cleanup() as cleaned, outbox.mark_sent(pg_temp.token(1), array[:in_flight]) as sent \gset
+select is(pg_temp.claim(1), 'below', 'settling what was in flight meanwhile does not bring the wrong floor back');
+select outbox.mark_sent(pg_temp.token(1), array[:below]) as sent \gset
 
 -- The sequence was set back: nothing proven holds.
 select outbox.emit('after restore', '1', key => pg_temp.key_of(3)) as restored \gset

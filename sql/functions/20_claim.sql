@@ -66,6 +66,22 @@ $function$;
 comment on function outbox._holds(bigint) is
     'Whether this session holds the advisory lock of a relay.';
 
+create or replace function outbox.relay_settings()
+    returns jsonb
+    language sql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+    select jsonb_build_object(
+        'default_exchange', outbox._value_of('default_exchange'),
+        'strict_keys', outbox._value_of('strict_keys') = 'on'
+    );
+$function$;
+
+comment on function outbox.relay_settings() is
+    'What a relay must know of the settings: default_exchange, and strict_keys (publish a key''s next message only after the confirm of the one before).';
+
 create or replace function outbox.claim_batch(
     token      uuid,
     batch_size integer  = 500,
@@ -745,7 +761,8 @@ as $function$
         where k.lane = l.lane
           and k.head_id is null
         limit 1
-    ) as held on true;
+    ) as held on true
+    where not exists (select from outbox.setting as s where s.name = 'paused');
 $function$;
 
 comment on function outbox.next_due() is

@@ -103,7 +103,8 @@ create or replace function outbox.mark_failed(
     ids      bigint[],
     errors   text[],
     reasons  text[]     = null,
-    retry_in interval[] = null
+    retry_in interval[] = null,
+    counts   boolean    = true
 )
     returns integer
     language plpgsql
@@ -125,8 +126,8 @@ begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform outbox._refuse_isolation();
     end if;
-    if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null then
-        perform outbox._refuse('OB001', 'token, ids and errors must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
+    if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null or mark_failed.counts is null then
+        perform outbox._refuse('OB001', 'token, ids, errors and counts must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
     end if;
     if cardinality(mark_failed.errors) <> cardinality(mark_failed.ids)
        or cardinality(mark_failed.reasons) <> cardinality(mark_failed.ids)
@@ -141,8 +142,8 @@ begin
     ) then
         perform outbox._refuse('OB014', 'reasons contains an unknown reason', 'Reasons are max_attempts, unroutable, rejected, expired and killed_relay.');
     end if;
-    if exists (select from unnest(mark_failed.retry_in) as r (retry_in) where r.retry_in < interval '0') then
-        perform outbox._refuse('OB011', 'retry_in must not be negative', 'Pass null for the usual back-off.');
+    if exists (select from unnest(mark_failed.retry_in) as r (retry_in) where r.retry_in not between interval '0' and interval '10 years') then
+        perform outbox._refuse('OB011', 'retry_in must lie between 0 and 10 years', 'Pass null for the usual back-off.');
     end if;
     perform outbox._advance_horizon();
 
@@ -159,10 +160,10 @@ begin
         join outbox.message as m
             on m.id = f.id
         where f.id = any (v_ids)
-          and (f.reason in ('rejected', 'expired') or m.attempts + 1 >= v_most)
+          and (f.reason in ('rejected', 'expired') or mark_failed.counts and m.attempts + 1 >= v_most)
     ) as d;
     if v_dead is not null then
-        perform outbox._bury(v_dead, v_reasons, v_errors, 1);
+        perform outbox._bury(v_dead, v_reasons, v_errors, mark_failed.counts::integer);
     end if;
 
     -- The first failing message of a key becomes its head; the others of the key wait behind it.
@@ -196,8 +197,8 @@ begin
       and a.head_id < b.head_id;
 
     update outbox.message as m
-    set attempts = m.attempts + 1,
-        error = left(f.error, 1000),
+    set attempts = m.attempts + mark_failed.counts::integer,
+        error = coalesce(left(f.error, 1000), m.error),
         due_at = case
             when m.key is not null and not exists (
                 select
@@ -220,8 +221,8 @@ begin
 end
 $function$;
 
-comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[]) is
-    'Settles messages the broker refused: each is retried after a back-off, or dead. Returns how many; fewer than given as for mark_sent().';
+comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[], boolean) is
+    'Settles messages the broker refused: each is retried after a back-off, or dead. counts => false: no attempt is counted, for what is not the message''s fault. Returns how many; fewer than given as for mark_sent().';
 
 create or replace function outbox.requeue_dead(ids bigint[])
     returns integer
