@@ -83,7 +83,7 @@ def run(server: str, names: list[str], *, accept: bool = False) -> list[Result]:
     with databases.database(server) as template:
         databases.install(template, "plain")
         name = urlsplit(template).path[1:]
-        # How far a floor may move depends on every open transaction of the server, so those specs have it to themselves.
+        # How far a floor moves depends on every open transaction of the server: those specs have it to themselves.
         alone = [spec for spec in chosen if spec.stem.startswith("floor_")]
         together = [spec for spec in chosen if spec not in alone]
         results = [run_spec(spec, server, name, accept=accept) for spec in alone]
