@@ -399,18 +399,22 @@ create or replace function outbox._take(
     set search_path = pg_catalog, pg_temp
 as $function$
 declare
-    v_lane    smallint := (_take.lane).lane;
-    v_floor   bigint := (_take.lane).floor;
-    v_part    outbox._part;
-    v_keys    boolean;
-    v_key     text;
-    v_ids     bigint[];
-    v_tids    tid[];
-    v_until   bigint := 9223372036854775807;
-    v_quota   integer;
-    v_bytes   bigint;
-    v_expired boolean;
-    v_reach   bigint;
+    v_lane       smallint := (_take.lane).lane;
+    v_floor      bigint := (_take.lane).floor;
+    v_part       outbox._part;
+    v_keys       boolean;
+    v_key        text;
+    v_ids        bigint[];
+    v_tids       tid[];
+    v_behind     bigint[];
+    v_quota      integer;
+    v_chunk      integer;
+    v_read       bigint;
+    v_last       bigint;
+    v_bytes      bigint;
+    v_expired    boolean;
+    v_first_left bigint;
+    v_reach      bigint;
 begin
     v_part.ids := '{}';
     v_part.tids := '{}';
@@ -514,47 +518,76 @@ begin
     end if;
 
     v_quota := _take.quota - cardinality(v_part.ids);
-    if v_quota = 0 or v_part.bytes >= _take.room then
-        return v_part;
-    end if;
-    loop
-        if v_keys then
-            v_until := outbox._hold_back(v_lane, v_floor);
-        end if;
-        select array_agg(r.id), array_agg(r.ctid), sum(r.bytes), bool_or(r.expires_at <= _take.at)
-        into v_ids, v_tids, v_bytes, v_expired
+    v_chunk := v_quota;
+    v_reach := v_floor - 1;
+    for i in 1..10 loop
+        exit when v_quota = 0 or v_part.bytes >= _take.room;
+        select
+            array_agg(r.id) filter (where not r.behind),
+            array_agg(r.ctid) filter (where not r.behind),
+            array_agg(r.id) filter (where r.behind),
+            count(*),
+            max(r.id),
+            sum(r.bytes) filter (where not r.behind),
+            bool_or(r.expires_at <= _take.at) filter (where not r.behind)
+        into v_ids, v_tids, v_behind, v_read, v_last, v_bytes, v_expired
         from (
-            select m.id, m.ctid, octet_length(m.body) as bytes, m.expires_at
+            select
+                m.id,
+                m.ctid,
+                octet_length(m.body) as bytes,
+                m.expires_at,
+                v_keys and exists (
+                    select
+                    from outbox.held_key as k
+                    where k.lane = m.lane
+                      and k.key = m.key
+                      and (k.head_id is null or k.head_id < m.id)
+                ) as behind
             from outbox.message as m
             where m.lane = v_lane
               and m.due_at is null
-              and m.id >= v_floor
-              and m.id < v_until
-              -- again, for what has committed since _hold_back() looked
-              and (not v_keys or not exists (
-                  select
-                  from outbox.held_key as k
-                  where k.lane = m.lane
-                    and k.key = m.key
-                    and (k.head_id is null or k.head_id < m.id)
-              ))
+              and m.id > v_reach
             order by m.id
-            limit v_quota
+            limit v_chunk
         ) as r;
-        exit when v_expired is not true;
-        v_keys := outbox._bury_expired(v_ids, _take.at);
+        if v_expired then
+            -- Burying may have parked a key: read again.
+            v_keys := outbox._bury_expired(v_ids, _take.at);
+            continue;
+        end if;
+        if v_behind is not null then
+            -- Ready messages of a held key join the others behind its head: one update each, once.
+            update outbox.message as m
+            set due_at = 'infinity'
+            where m.id = any (v_behind);
+        end if;
+        if cardinality(v_ids) > v_quota then
+            v_last := v_ids[v_quota];
+            v_read := v_chunk;
+            v_ids := v_ids[:v_quota];
+            v_tids := v_tids[:v_quota];
+        end if;
+        if v_bytes > _take.room - v_part.bytes then
+            v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
+            v_first_left := (select min(i.id) from unnest(v_ids) as i (id) where i.id <> all (v_part.ids));
+        elsif v_ids is not null then
+            v_part.ids := v_part.ids || v_ids;
+            v_part.tids := v_part.tids || v_tids;
+            v_part.bytes := v_part.bytes + v_bytes;
+        end if;
+        -- Everything ready up to here is in our hands or out of the way.
+        v_reach := case
+            when v_first_left is not null then v_first_left - 1
+            when v_read < v_chunk then 9223372036854775807
+            else v_last
+        end;
+        exit when v_first_left is not null or v_read < v_chunk or v_behind is null;
+        -- Where there are some there may be many: go through them faster.
+        v_quota := _take.quota - cardinality(v_part.ids);
+        v_chunk := greatest(v_quota, 1000);
     end loop;
-
-    -- Everything ready up to here is in our hands or gone. Only what is proven may raise the floor later.
-    v_reach := case when cardinality(v_ids) = v_quota then v_ids[v_quota] else v_until - 1 end;
-    if v_bytes > _take.room - v_part.bytes then
-        v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
-        v_reach := coalesce((select min(i.id) - 1 from unnest(v_ids) as i (id) where i.id <> all (v_part.ids)), v_reach);
-    elsif v_ids is not null then
-        v_part.ids := v_part.ids || v_ids;
-        v_part.tids := v_part.tids || v_tids;
-        v_part.bytes := v_part.bytes + v_bytes;
-    end if;
+    -- Only what is proven may raise the floor later.
     v_part.reach := greatest(v_part.reach, least(coalesce(_take.safe_id, 0), v_reach));
     return v_part;
 end
@@ -562,57 +595,6 @@ $function$;
 
 comment on function outbox._take(outbox.lane, integer, bigint, boolean, timestamptz, boolean, bigint) is
     'The next messages of a lane that the caller has locked: due ones, then those behind a freed key, then ready ones.';
-
-create or replace function outbox._hold_back(lane smallint, floor bigint)
-    returns bigint
-    language plpgsql
-    volatile
-    set search_path = pg_catalog, pg_temp
-as $function$
-begin
-    -- Ready messages of a held key join the others behind its head: one update each, once. What a claim does not get
-    -- through stops it: the answer is where.
-    for i in 1..5 loop
-        update outbox.message as m
-        set due_at = 'infinity'
-        from (
-            select r.id, r.key
-            from outbox.message as r
-            where r.lane = _hold_back.lane
-              and r.due_at is null
-              and r.id >= _hold_back.floor
-            order by r.id
-            limit 1000
-        ) as r
-        join outbox.held_key as k
-            on k.lane = _hold_back.lane
-            and k.key = r.key
-        where m.id = r.id
-          and (k.head_id is null or k.head_id < r.id);
-        exit when not found;
-    end loop;
-    return coalesce((
-        select min(r.id)
-        from (
-            select r.id, r.key
-            from outbox.message as r
-            where r.lane = _hold_back.lane
-              and r.due_at is null
-              and r.id >= _hold_back.floor
-            order by r.id
-            limit 10000
-        ) as r
-        join outbox.held_key as k
-            on k.lane = _hold_back.lane
-            and k.key = r.key
-        where k.head_id is null
-           or k.head_id < r.id
-    ), 9223372036854775807);
-end
-$function$;
-
-comment on function outbox._hold_back(smallint, bigint) is
-    'Takes messages of held keys out of a lane''s ready ones; returns the first id it did not get to, or the largest number.';
 
 create or replace function outbox._bury_expired(ids bigint[], at timestamptz)
     returns boolean
@@ -623,11 +605,15 @@ as $function$
 declare
     v_expired bigint[];
 begin
-    select array_agg(m.id)
+    select array_agg(e.id)
     into v_expired
-    from outbox.message as m
-    where m.id = any (_bury_expired.ids)
-      and m.expires_at <= _bury_expired.at;
+    from (
+        select m.id
+        from outbox.message as m
+        where m.id = any (_bury_expired.ids)
+          and m.expires_at <= _bury_expired.at
+        for update skip locked
+    ) as e;
     if v_expired is null then
         return false;
     end if;

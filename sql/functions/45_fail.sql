@@ -180,7 +180,18 @@ begin
     ),
     after as (
         insert into outbox.held_key as k (lane, key, head_id)
-        select f.lane, f.key, min(f.id)
+        select
+            f.lane,
+            f.key,
+            -- Older ones of the key that are held go first, and it stays in line behind them.
+            case when not exists (
+                select
+                from outbox.message as m
+                where m.lane = f.lane
+                  and m.key = f.key
+                  and m.due_at = 'infinity'
+                  and m.id < min(f.id)
+            ) then min(f.id) end
         from failed as f
         group by f.lane, f.key
         on conflict on constraint held_key_pkey do update
