@@ -446,7 +446,7 @@ begin
             where m.id = any (v_ids)
               and k.lane = v_lane
               and k.key = m.key
-              and k.head_id is distinct from m.id;
+              and (k.head_id is null or k.head_id < m.id);
             -- A failed message waits for those of its key that were emitted before it and given back.
             v_ids := array(
                 select i.id
@@ -552,8 +552,9 @@ begin
             limit v_chunk
         ) as r;
         if v_expired then
-            -- Burying may have parked a key: read again.
-            v_keys := outbox._bury_expired(v_ids, _take.at);
+            -- Burying may have parked a key: read again. What somebody has locked by hand stops us.
+            exit when not outbox._bury_expired(v_ids, _take.at);
+            v_keys := true;
             continue;
         end if;
         if v_behind is not null then

@@ -180,18 +180,7 @@ begin
     ),
     after as (
         insert into outbox.held_key as k (lane, key, head_id)
-        select
-            f.lane,
-            f.key,
-            -- Older ones of the key that are held go first, and it stays in line behind them.
-            case when not exists (
-                select
-                from outbox.message as m
-                where m.lane = f.lane
-                  and m.key = f.key
-                  and m.due_at = 'infinity'
-                  and m.id < min(f.id)
-            ) then min(f.id) end
+        select f.lane, f.key, min(f.id)
         from failed as f
         group by f.lane, f.key
         on conflict on constraint held_key_pkey do update
@@ -199,13 +188,16 @@ begin
         returning k.lane, k.key, k.head_id
     )
     update outbox.message as m
-    set due_at = 'infinity'
-    from before as b
-    join after as a
-        on a.lane = b.lane
-        and a.key = b.key
-    where m.id = b.head_id
-      and a.head_id < b.head_id;
+    set due_at = case when m.id < a.head_id then v_now else 'infinity' end
+    from after as a
+    left join before as b
+        on b.lane = a.lane
+        and b.key = a.key
+    where m.lane = a.lane
+      and m.key = a.key
+      -- The head before this one waits behind it now; what was held and is older, and in our hands, need not wait for it.
+      and (m.id = b.head_id and a.head_id < b.head_id
+           or m.due_at = 'infinity' and m.id < a.head_id and m.id <> all (v_ids));
 
     update outbox.message as m
     set attempts = m.attempts + mark_failed.counts::integer,

@@ -1,0 +1,315 @@
+-- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
+\ir setup.psql
+select plan(71);
+
+create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
+-- Claims; the routing keys in order.
+create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
+    select coalesce(string_agg(c.routing_key, ' ' order by c.ordinality), '')
+    from outbox.claim_batch(pg_temp.token(n), batch_size, relay => relay) with ordinality as c;
+$$;
+create function pg_temp.settle(n integer) returns integer language sql as $$
+    select outbox.mark_sent(pg_temp.token(n), array(select unnest(l.handed) from outbox.lane as l where l.token = pg_temp.token(n)));
+$$;
+create temporary table lane_key on commit drop as
+select hashtextextended('k' || k, 0) & 63 as lane, array_agg('k' || k order by k) as keys from generate_series(1, 2000) as k group by 1;
+create function pg_temp.key_of(lane integer, nth integer = 1) returns text language sql as 'select k.keys[$2] from lane_key as k where k.lane = $1';
+create function pg_temp.lane(n integer) returns outbox.lane language sql as 'select l from outbox.lane as l where l.lane = n';
+create procedure pg_temp.look_again() language sql as $$
+    update outbox.horizon set due_checked_at = '-infinity', version = version + 1;
+$$;
+create procedure pg_temp.expire() language sql as $$
+    update outbox.lane set leased_until = clock_timestamp() - interval '1 ms' where token is not null;
+$$;
+create procedure pg_temp.start_over() language sql as $$
+    delete from outbox.message;
+    delete from outbox.held_key;
+    delete from outbox.dead_letter;
+    delete from outbox.dedup;
+    update outbox.lane
+    set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', kills = 0, version = 1000;
+    call pg_temp.look_again();
+$$;
+create function pg_temp.due_checked_at() returns timestamptz language sql as 'select due_checked_at from outbox.horizon';
+
+-- Emit.
+select throws_ok(call, code, null, rule)
+from (values
+    ($$select outbox.emit('a', '1', properties => '{"reply_to": 1}')$$, 'OB003', 'reply_to that is no string'),
+    ($$select outbox.emit('a', '1', eta => '-infinity')$$, 'OB005', 'eta before all time'),
+    ($$select outbox.emit_many('["payload"]')$$, 'OB006', 'emit_many() of a string that is named like a field'),
+    ($$select outbox.emit_many('[["payload"]]')$$, 'OB006', 'emit_many() of a list that holds the name of a field'),
+    ($$select outbox.emit_many('[{"routing_key": "a", "body": "", "content_type": ""}]')$$, 'OB002', 'emit_many() with an empty content_type'),
+    (format($$select outbox.emit_many('[{"routing_key": "a", "body": "", "content_type": "%s"}]')$$, repeat('x', 256)), 'OB002', 'emit_many() with a content_type of 256 bytes')
+) as v (call, code, rule);
+select throws_ok(
+    $$select outbox.emit_many('[{"routing_key": "a", "payload": 1}, {"b": 1}, {"c": 1}]')$$, 'OB006', 'messages[1] is not a message', 'of several the first is named'
+);
+create role outbox_tap_guest;
+grant usage on schema outbox to outbox_tap_guest;
+grant execute on all functions in schema outbox to outbox_tap_guest;
+set session authorization outbox_tap_guest;
+select outbox.emit('plain', '1') as plain, outbox.emit('full', '1', headers => '{"a": 1}') as full, outbox.emit_many('[{"routing_key": "many", "payload": 1}]') as many \gset
+reset session authorization;
+select is((select emitted_by from outbox.message where routing_key = name), 'outbox_tap_guest', 'emitted_by is who logged in: ' || name)
+from unnest(array['plain', 'full', 'many']) as name;
+
+-- A key whose window is over belongs to whoever emitted with it last.
+call pg_temp.start_over();
+select outbox.emit('first', '1', dedup_key => 'd') as first \gset
+update outbox.dedup set created_at = created_at - interval '2 h';
+select outbox.emit('second', '1', dedup_key => 'd') as second \gset
+select ok(outbox.cancel(:first), 'the first message with a key is cancelled');
+select is(outbox.emit('third', '1', dedup_key => 'd'), :second::bigint, 'the second keeps the key');
+
+-- Which lock makes a relay.
+select pg_advisory_lock(4294967298 * 3), pg_advisory_lock(7, 9), pg_advisory_lock_shared(77) \g /dev/null
+select is(outbox._holds(key), held, rule)
+from (values
+    (4294967298 * 3, true, 'the lock that is held'),
+    (4294967298 * 3 + 1, false, 'one with another lower half'),
+    (4294967298 * 3 + 4294967296, false, 'one with another upper half'),
+    ((7::bigint << 32) | 9, false, 'one of two numbers is another lock'),
+    (77, false, 'a shared one is somebody else''s question')
+) as v (key, held, rule);
+
+-- Claim: bounds over several lanes.
+call pg_temp.start_over();
+select outbox.emit('m', '1', key => pg_temp.key_of(lane)) from generate_series(1, 3) as lane, generate_series(1, 3) \g /dev/null
+select is((select count(*) from outbox.claim_batch(pg_temp.token(1), 4)), 4::bigint, 'batch_size counts over all lanes');
+select is(outbox.mark_sent(pg_temp.token(1), array(select id from outbox.message)), 4, 'and no more are in flight');
+
+-- Claim: what it writes down about its look for due messages.
+call pg_temp.start_over();
+select is(pg_temp.claim(1), '', 'an idle claim');
+select is(pg_temp.due_checked_at(), '-infinity', 'writes nothing down');
+update outbox.horizon set due_checked_at = clock_timestamp() + interval '1 min', version = version + 1;
+select pg_temp.due_checked_at() as looked, outbox.emit('ready', '1') as ready \gset
+select is(pg_temp.claim(1), 'ready', 'a claim that does not look');
+select is(pg_temp.due_checked_at(), :'looked', 'does not say that it has looked');
+select pg_temp.settle(1) as settled, outbox.emit('due', '1', delay => '1 h') as due \gset
+update outbox.message set due_at = clock_timestamp();
+delete from outbox.horizon;
+select is(pg_temp.claim(1), 'due', 'without a horizon it looks');
+select pg_temp.settle(1) as settled from outbox._sweep() \gset
+
+-- Claim: a key that holds nothing any more costs a look, no lease.
+call pg_temp.start_over();
+insert into outbox.held_key (lane, key) values (1, pg_temp.key_of(1));
+select is(pg_temp.claim(1, relay => 42), '', 'a held key without messages');
+select is((select array[token::text, relay::text] from pg_temp.lane(1)), array[null, null], 'its lane stays free');
+select is((select count(*) from outbox.held_key), 0::bigint, 'and the key is forgotten');
+
+-- Claim: the lease of a dead relay is cut, and no other.
+call pg_temp.start_over();
+select outbox.emit('a', '1', key => pg_temp.key_of(1)) as a, outbox.emit('b', '1', key => pg_temp.key_of(2)) as b \gset
+select length(pg_temp.claim(1, relay => 42)) as claimed \gset
+update outbox.lane set relay = null where lane = 2;
+update outbox.lane set version = 2000 where lane in (1, 2);
+select is(pg_temp.claim(2), '', 'two lanes are leased, one of them to a dead relay');
+select is(
+    (select array_agg(leased_until < clock_timestamp() + interval '4 s' order by lane) from outbox.lane where lane in (1, 2)), array[true, false], 'only that one is cut'
+);
+
+-- Claim: every other one begins with a suspect. The turns are known: 3, 4, 5 ...; lane 1 comes before lane 2 in each.
+create function pg_temp.claims(times integer, died boolean) returns text language plpgsql as $function$
+declare
+    v_claimed text := '';
+begin
+    for n in 1..times loop
+        v_claimed := v_claimed || ' ' || pg_temp.claim(1000 + n, relay => 42);
+        if died then
+            call pg_temp.expire();
+        else
+            perform outbox.release_batch(pg_temp.token(1000 + n));
+        end if;
+    end loop;
+    return v_claimed;
+end
+$function$;
+call pg_temp.start_over();
+select outbox.emit('other', '1', key => pg_temp.key_of(1)) as other, outbox.emit('suspect', '1', key => pg_temp.key_of(2)) as suspect \gset
+update outbox.lane set suspects = array[:suspect] where lane = 2;
+select setval('outbox.lane_turn', 64 * 1000 + 2) as turn \gset
+select is(pg_temp.claims(6, false), ' other suspect other suspect other suspect', 'suspects and others take turns when they are given back');
+update outbox.lane set token = pg_temp.token(9), leased_until = clock_timestamp() - interval '1 s', handed = array[:suspect], relay = null where lane = 2;
+select setval('outbox.lane_turn', 64 * 1000 + 3) as turn \gset
+select is(pg_temp.claims(1, false), ' suspect', 'and when a lease has ended');
+
+-- The first suspect that may leave, as it would leave otherwise.
+create function pg_temp.suspects(ids bigint[], died integer = 3) returns text language sql as $$
+    select format('%s of %s, %s', p.ids, p.suspects, p.kills)
+    from outbox.lane as l
+    cross join lateral outbox._take_suspect(
+        jsonb_populate_record(l, jsonb_build_object('suspects', ids, 'kills', died)), clock_timestamp()
+    ) as p
+    where l.lane = 1;
+$$;
+call pg_temp.start_over();
+select
+    outbox.emit('elsewhere', '1', key => pg_temp.key_of(2)) as elsewhere,
+    outbox.emit('head', '1', key => pg_temp.key_of(1)) as head,
+    outbox.emit('later', '1', key => pg_temp.key_of(1, 2), delay => '1 h') as later,
+    outbox.emit('held', '1', key => pg_temp.key_of(1)) as held,
+    outbox.emit('lost', '1', key => pg_temp.key_of(1, 3)) as lost,
+    outbox.emit('behind', '1', key => pg_temp.key_of(1)) as behind,
+    outbox.emit('free', '1', key => pg_temp.key_of(1, 4)) as free,
+    outbox.emit('expired', '1', key => pg_temp.key_of(1, 5), expires_in => '1 h') as expired
+\gset
+insert into outbox.held_key (lane, key, head_id) values (1, pg_temp.key_of(1), :head);
+update outbox.message set due_at = 'infinity' where id in (:held, :lost);
+select is(pg_temp.suspects(array[:free]), format('{%s} of {%s}, 3', :free, :free), 'a ready one is handed out, and no other message');
+select is(pg_temp.suspects(array[:later, :free]), format('{%s} of {%s}, 0', :free, :free), 'one before its time is passed by, and what it was accused of');
+select is(pg_temp.suspects(array[:held, :free]), format('{%s} of {%s}, 0', :free, :free), 'so is one that is held');
+select is(pg_temp.suspects(array[:lost, :free]), format('{%s} of {%s}, 0', :free, :free), 'and one whose key is not known as held');
+select is(pg_temp.suspects(array[:behind, :free]), format('{%s} of {%s}, 0', :free, :free), 'and a ready one behind a failing one');
+update outbox.message set due_at = clock_timestamp() - interval '1 s' where id in (:later, :head);
+select is(pg_temp.suspects(array[:later, :free]), format('{%s} of {%s,%s}, 3', :later, :later, :free), 'one whose time has come is handed out');
+select is(pg_temp.suspects(array[:head, :free]), format('{%s} of {%s,%s}, 3', :head, :head, :free), 'so is the failing one itself');
+update outbox.held_key set head_id = null;
+select is(pg_temp.suspects(array[:held, :free]), format('{%s} of {%s,%s}, 3', :held, :held, :free), 'and one that was held, when nothing is before it any more');
+update outbox.message set expires_at = clock_timestamp() where id = :expired;
+select is(pg_temp.suspects(array[:expired, :free]), format('{%s} of {%s}, 0', :free, :free), 'one past its time is passed by');
+select is((select array_agg(reason) from outbox.dead_letter where id = :expired), array['expired'], 'and dead');
+select is(pg_temp.suspects(array[:expired, 0]), '{} of {}, 0', 'when none is left the lane is no longer suspect');
+
+-- Due at the same time: in the order of emission.
+create function pg_temp.ids_of(names text[]) returns bigint[] language sql as $$
+    select array_agg(m.id order by m.id) from outbox.message as m where m.routing_key = any (names);
+$$;
+create procedure pg_temp.fail(n integer, names text[], after interval = '0') language sql as $$
+    select outbox.mark_failed(
+        pg_temp.token(n), pg_temp.ids_of(names), array_fill('x'::text, array[cardinality(names)]), retry_in => array_fill(after, array[cardinality(names)])
+    );
+    call pg_temp.look_again();
+$$;
+call pg_temp.start_over();
+select outbox.emit('e' || n, '1', key => pg_temp.key_of(1), eta => clock_timestamp() + interval '1 h') from generate_series(1, 3) as n \g /dev/null
+update outbox.message set due_at = clock_timestamp() - interval '1 s';
+update outbox.message set due_at = (select min(due_at) from outbox.message);
+select is(pg_temp.claim(1, 1), 'e1', 'of three that are due at the same time the first');
+select pg_temp.settle(1) as settled \gset
+call pg_temp.look_again();
+select is(pg_temp.claim(1), 'e2 e3', 'then the others, in order');
+
+-- A failed message waits for older ones of its key, and for nothing else.
+call pg_temp.start_over();
+select
+    outbox.emit('delayed', '1', key => pg_temp.key_of(1), delay => '1 h') as delayed,
+    outbox.emit('other', '1', key => pg_temp.key_of(1, 2)) as other,
+    outbox.emit('older', '1', key => pg_temp.key_of(1)) as older,
+    outbox.emit('failed', '1', key => pg_temp.key_of(1)) as failed,
+    outbox.emit('due', '1', key => pg_temp.key_of(1, 3)) as due,
+    outbox.emit('due too', '1', key => pg_temp.key_of(1, 4)) as due_too
+\gset
+select is(pg_temp.claim(1), 'other older failed due due too', 'five are handed out');
+call pg_temp.fail(1, '{due,due too}');
+call pg_temp.fail(1, '{failed}');
+select outbox.release_batch(pg_temp.token(1)) as released \gset
+select is(pg_temp.claim(1), 'due due too other older', 'one that failed waits for an older one of its key; what else is due does not');
+select outbox.emit('newer', '1', key => pg_temp.key_of(1)) as newer \gset
+select outbox.mark_sent(pg_temp.token(1), array[:older]) as sent, outbox.release_batch(pg_temp.token(1)) as released \gset
+call pg_temp.look_again();
+select is(pg_temp.claim(1), 'due due too failed other', 'it waits for no other key, for nothing later and for nothing newer');
+
+-- Keys that go on and keys that wait, in one lane.
+call pg_temp.start_over();
+select outbox.emit(letter || n, '1', key => pg_temp.key_of(1, ascii(letter) - 96)) from generate_series(1, 2) as n, unnest(array['a', 'b', 'c']) as letter \g /dev/null
+select outbox.emit('elsewhere', '1', key => pg_temp.key_of(2), delay => '1 h') as elsewhere, pg_temp.claim(1) as claimed \gset
+call pg_temp.fail(1, '{a1,a2,b1,b2,c1,c2}');
+update outbox.message set due_at = clock_timestamp() + interval '1 h' where routing_key = 'c1';
+select is(pg_temp.claim(1), 'a1 b1', 'the heads of two keys come again, that of the third does not');
+select pg_temp.settle(1) as settled \gset
+select pg_temp.claim(1, 1) as one \gset
+select is((select count(*) from outbox.message where xmax::text = pg_current_xact_id()::xid::text and routing_key = 'elsewhere'), 0::bigint, 'a claim of what was held locks nothing else');
+select pg_temp.settle(1) as settled, pg_temp.claim(1) as other \gset
+select is(array[least(:'one', :'other'), greatest(:'one', :'other')], array['a2', 'b2'], 'what waited behind the two leaves, a key at a time');
+select pg_temp.settle(1) as settled, pg_temp.claim(1) as claimed \gset
+select is(:'claimed'::text, '', 'what is behind the third waits');
+select is((select array_agg(key) from outbox.held_key), array[pg_temp.key_of(1, 3)], 'and its key is known as held');
+
+-- Ready messages of a held key among others: what a claim reads, takes and leaves.
+create procedure pg_temp.hold() language plpgsql as $function$
+begin
+    call pg_temp.start_over();
+    perform outbox.emit('head', '1', key => pg_temp.key_of(1));
+    insert into outbox.held_key (lane, key, head_id) select m.lane, m.key, m.id from outbox.message as m;
+    update outbox.message set due_at = clock_timestamp() + interval '1 h';
+end
+$function$;
+-- One message for each name; those that begin with "a" are behind the head; x is 1, o is 100 bytes.
+create procedure pg_temp.emit(names text) language sql as $$
+    select outbox.emit_bytes(
+        name, convert_to(repeat('x', case when name like '%o' then 100 else 1 end), 'UTF8'),
+        key => case when name like 'a%' then pg_temp.key_of(1) else pg_temp.key_of(1, 2) end
+    )
+    from unnest(string_to_array(names, ' ')) as name;
+$$;
+create function pg_temp.claim_bytes(batch_size integer, max_bytes bigint) returns text language sql as $$
+    select coalesce(string_agg(c.routing_key, ' ' order by c.ordinality), '')
+    from outbox.claim_batch(pg_temp.token(1), batch_size, max_bytes => max_bytes) with ordinality as c;
+$$;
+call pg_temp.hold();
+call pg_temp.emit('a1 a2 a3 b1 b2 b3');
+select is(pg_temp.claim(1, 2), 'b1 b2', 'a batch behind more than a batch of a held key');
+call pg_temp.hold();
+call pg_temp.emit('a1 b1 b2 b3');
+select is(pg_temp.claim(1, 2), 'b1 b2', 'a batch in two steps is no larger');
+call pg_temp.hold();
+call pg_temp.emit('a1 bo b2o b3 b4');
+select is(pg_temp.claim_bytes(3, 150), 'bo', 'what finds no room is not overtaken in a later step');
+select pg_temp.settle(1) as settled \gset
+select is(pg_temp.claim_bytes(3, 150), 'b2o b3 b4', 'and comes next');
+call pg_temp.hold();
+call pg_temp.emit('a1 a2 b1');
+update outbox.message set expires_at = clock_timestamp() where routing_key = 'a1';
+select is(pg_temp.claim(1), 'b1', 'one past its time behind a head frees nobody');
+select is((select string_agg(routing_key, ' ' order by id) from outbox.message), 'head a1 a2 b1', 'and waits like the others until it is its turn');
+
+-- The bound of bytes counts what is due, too.
+call pg_temp.start_over();
+call pg_temp.emit('do o');
+update outbox.message set due_at = clock_timestamp() where routing_key = 'do';
+select is(pg_temp.claim_bytes(3, 150), 'do', 'a due message leaves no room for a ready one');
+-- A burial concerns the messages at hand.
+call pg_temp.start_over();
+select outbox.emit('one', '1', key => pg_temp.key_of(1), expires_in => '1 h') as one, outbox.emit('two', '1', key => pg_temp.key_of(2), expires_in => '1 h') as two \gset
+select pg_temp.claim(1, 1) as claimed \gset
+update outbox.message set expires_at = clock_timestamp();
+select is(pg_temp.claim(2), '', 'a claim finds a message past its time');
+select is((select count(*) from outbox.message where routing_key = :'claimed'), 1::bigint, 'and leaves alone one that somebody else has in hand');
+
+-- Which lock is the bell.
+select outbox.disarm_wakeup() as disarmed, 'outbox.message'::regclass::oid::integer as bell \gset
+select
+    pg_advisory_lock(:bell, 2), pg_advisory_lock(:bell + 1, 1), pg_advisory_lock((:bell::bigint << 32) | 1), pg_advisory_lock_shared(:bell, 1)
+\g /dev/null
+select is((select count(*) from outbox._bell_holders()), 0::bigint, 'other locks with its numbers, and emits in flight, are no sleepers');
+
+-- When to look again.
+call pg_temp.start_over();
+select outbox.emit('m', '1', key => pg_temp.key_of(1)) as m, pg_temp.claim(1) as claimed \gset
+select is(outbox.next_due(), null, 'nothing waits behind what is in flight');
+insert into outbox.held_key (lane, key) values (1, pg_temp.key_of(1, 2));
+select is(outbox.next_due(), (select leased_until from pg_temp.lane(1)), 'a key that goes on waits for the lease of its lane');
+select pg_temp.settle(1) as settled \gset
+select cmp_ok(outbox.next_due(), '<=', clock_timestamp(), 'and for nothing when there is none');
+update outbox.held_key set head_id = 0;
+select outbox.emit('held', '1', key => pg_temp.key_of(1, 2)) as held \gset
+update outbox.message set due_at = 'infinity';
+select is(outbox.next_due(), null, 'a key that is held waits for no time');
+select outbox.emit('later', '1', key => pg_temp.key_of(1), delay => '2 h') as later, outbox.emit('sooner', '1', key => pg_temp.key_of(1), delay => '1 h') as sooner \gset
+select is(outbox.next_due(), (select due_at from outbox.message where id = :sooner), 'the earliest of a lane');
+select outbox.configure('max_attempts', '5') as configured \gset
+select is(outbox.next_due(), (select due_at from outbox.message where id = :sooner), 'whatever is configured');
+select outbox.pause() as paused \gset
+select is(outbox.next_due(), null, 'but nothing while it is paused');
+select outbox.resume() as resumed, outbox.configure('max_attempts', null) as configured \gset
+delete from outbox.message where id <> :sooner;
+update outbox.message set due_at = clock_timestamp();
+call pg_temp.look_again();
+select is(pg_temp.claim(1), 'sooner', 'a due message is in flight');
+select is(outbox.next_due(), null, 'then nobody waits for it');
+
+select * from finish();
+rollback;
