@@ -1,28 +1,36 @@
-"""For tests with a relay: a queue to look into, the relay as a process, a proxy that can hold answers back."""
+"""For tests with a relay: a queue to look into, the relay as a process, a proxy that fails on demand."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from uuid import uuid4
 
+import psycopg
 import pytest
+
+from outbox.store import ClaimedMessage
 
 PATIENCE = 20.0
 
 T = TypeVar("T")
 
 Management = Callable[..., Any]
+Db = psycopg.Connection[Any]
 
 
 def eventually(look: Callable[[], T], what: str) -> T:
@@ -35,6 +43,16 @@ def eventually(look: Callable[[], T], what: str) -> T:
     return found
 
 
+def message(routing_key: str = "order.created", **more: Any) -> ClaimedMessage:
+    """As a claim would hand it out."""
+    values: dict[str, Any] = {
+        "id": 1, "message_id": str(uuid4()), "exchange": "outbox", "routing_key": routing_key, "key": None,
+        "body": b"{}", "content_type": "application/json", "headers": None, "properties": None, "expires_in": None,
+        "attempts": 0, "created_at": datetime.now(UTC),
+    }  # fmt: skip
+    return ClaimedMessage(**values | more)
+
+
 @dataclass(frozen=True)
 class Received:
     body: bytes
@@ -42,16 +60,46 @@ class Received:
     properties: dict[str, Any]
 
 
+def emit(db: Db, routing_key: str = "order.created", payload: object = None, **more: object) -> tuple[int, str]:
+    """Returns the message's id and message_id."""
+    given = {"message_id": uuid4(), **more}
+    names = "".join(f", {name} => %({name})s" for name in given)
+    row = db.execute(
+        f"select outbox.emit(%(routing_key)s, %(payload)s::jsonb{names})",
+        {"routing_key": routing_key, "payload": json.dumps(payload or {}), **given},
+    ).fetchone()
+    assert row is not None
+    return row[0], str(given["message_id"])
+
+
+def waiting(db: Db) -> int:
+    row = db.execute("select count(*) from outbox.message").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def leased(db: Db) -> int:
+    """How many lanes are in the hands of a relay."""
+    row = db.execute("select count(*) from outbox.lane where token is not null").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 class Queue:
     """A queue bound to an exchange; reading it is asking the broker, so nothing is hidden in a client."""
 
     def __init__(
-        self, management: Management, name: str = "inbox", binding: str = "#", exchange: str = "outbox"
+        self,
+        management: Management,
+        name: str = "inbox",
+        binding: str = "#",
+        exchange: str = "outbox",
+        arguments: dict[str, Any] | None = None,
     ) -> None:
         self._management = management
         self._path = f"/queues/{{vhost}}/{name}"
         management("PUT", f"/exchanges/{{vhost}}/{exchange}", {"type": "topic", "durable": True})
-        management("PUT", self._path, {"durable": True})
+        management("PUT", self._path, {"durable": True, "arguments": arguments or {}})
         management("POST", f"/bindings/{{vhost}}/e/{exchange}/q/{name}", {"routing_key": binding})
 
     def take(self) -> list[Received]:
@@ -110,35 +158,60 @@ RunOutbox = Callable[..., Finished]
 
 
 class Proxy:
-    """Stands between relay and broker; once `deaf` is set, what the broker says no longer reaches the relay."""
+    """Stands between the relay and a server, and can fail in the ways that networks do."""
 
-    def __init__(self, amqp_url: str) -> None:
-        at = urlsplit(amqp_url)
+    def __init__(self, url: str) -> None:
+        at = urlsplit(url)
         self._target = (str(at.hostname), int(at.port or 5672))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets = [self._listener]
-        self.deaf = threading.Event()
+        self._links: list[tuple[socket.socket, socket.socket]] = []
+        self.deaf = threading.Event()  # what the server says is dropped
+        self.held = threading.Event()  # what the server says is kept back
+        self.stuck = threading.Event()  # what the relay says is not read
+        self.deaf_at = b""  # deaf as soon as the relay has said this
         login = at.netloc.rpartition("@")[0]
         self.url = at._replace(netloc=f"{login}@127.0.0.1:{self._listener.getsockname()[1]}").geturl()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Resets all connections."""
+        for link in self._links:
+            for end in link:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+        self._links.clear()
+
+    def say(self, data: bytes) -> None:
+        """Lets the server say something on every connection."""
+        for relay, _ in self._links:
+            relay.sendall(data)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 relay, _ = self._listener.accept()
-                broker = socket.create_connection(self._target)
-                self._sockets += [relay, broker]
-                threading.Thread(target=self._pass_on, args=(relay, broker, None), daemon=True).start()
-                threading.Thread(target=self._pass_on, args=(broker, relay, self.deaf), daemon=True).start()
+                server = socket.create_connection(self._target)
+                self._links.append((relay, server))
+                threading.Thread(target=self._pass_on, args=(relay, server, self.stuck), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(server, relay, self.held), daemon=True).start()
 
-    @staticmethod
-    def _pass_on(source: socket.socket, target: socket.socket, muted: threading.Event | None) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, waiting: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if muted is None or not muted.is_set():
+                while waiting.is_set():
+                    time.sleep(0.01)
+                if waiting is self.stuck and self.deaf_at and self.deaf_at in data:
+                    self.deaf.set()
+                if waiting is self.stuck or not self.deaf.is_set():
                     target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        for one in self._sockets:
-            one.close()
+        self.held.clear()
+        self.stuck.clear()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept() that waits
+        self._listener.close()
+        self.cut()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import databases
 
@@ -58,7 +57,8 @@ class Bench:
     """What every case needs: a server, and how much to do."""
 
     server: str
-    pg_bin: Path
+    amqp_url: str
+    management: str
     quick: bool
 
     def size(self, usual: int, quick: int) -> int:

@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent)]
 
 import databases  # noqa: E402 - the folder of the test tools is on the path only now
 import servers  # noqa: E402
-from bench import cases_sql  # noqa: E402
+from bench import cases_relay, cases_sql  # noqa: E402
 from bench.measure import Bench, Row, progress  # noqa: E402
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="beginnings of the names of cases, separated by commas")
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
     given = parser.parse_args()
-    cases = cases_sql.CASES
+    cases = cases_sql.CASES | cases_relay.CASES
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     chosen = {name: case for name, case in cases.items() if name.startswith(wanted)}
     if not chosen:
@@ -70,10 +70,10 @@ def main() -> int:
         return 2
     subprocess.run([sys.executable, HERE.parents[1] / "sql/packaging/build.py"], check=True, stdout=subprocess.DEVNULL)
     rows: list[Row] = []
-    with servers.private(name="bench", parent=given.parent, durable=True, rabbitmq=False) as private:
+    with servers.private(name="bench", parent=given.parent, durable=True) as private:
         os.environ |= private.environment()
         private.install_extension(HERE.parents[1] / "build")
-        bench = Bench(private.dsn, Path(private.environment()["OUTBOX_PG_BIN"]), given.quick)
+        bench = Bench(private.dsn, private.amqp_url, private.management_url, given.quick)
         for name, case in chosen.items():
             begun = time.monotonic()
             rows += case(bench)

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+import guardian
 import pytest
 
-from harness import PATIENCE, Finished, Management, Proxy, Queue, RelayProcess, RunOutbox, StartRelay
+from harness import PATIENCE, Finished, Management, Proxy, Queue, RelayProcess, RunOutbox, StartRelay, eventually
 
 
 @pytest.fixture
@@ -21,8 +26,8 @@ def start_relay(dsn: str, amqp_url: str, tmp_path: Path) -> Iterator[StartRelay]
     """Starts `outbox relay` on the test's own database and vhost; whatever still runs is killed at the end."""
     started: list[RelayProcess] = []
 
-    def start(*arguments: str, amqp: str = amqp_url) -> RelayProcess:
-        addresses = ["--dsn", dsn, "--amqp-url", amqp]
+    def start(*arguments: str, pg: str = dsn, amqp: str = amqp_url) -> RelayProcess:
+        addresses = ["--dsn", pg, "--amqp-url", amqp]
         started.append(RelayProcess([*addresses, *arguments], tmp_path / f"relay{len(started)}.log"))
         return started[-1]
 
@@ -49,6 +54,48 @@ def outbox() -> RunOutbox:
 
 @pytest.fixture
 def proxy(amqp_url: str) -> Iterator[Proxy]:
+    """Between relay and broker."""
     running = Proxy(amqp_url)
     yield running
     running.close()
+
+
+@pytest.fixture
+def pg_proxy(dsn: str) -> Iterator[Proxy]:
+    """Between relay and database."""
+    running = Proxy(dsn)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def pooled(dsn: str, tmp_path: Path) -> Iterator[str]:
+    """The test's database behind pgbouncer, in transaction mode."""
+    at = urlsplit(dsn)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = Path(f"/tmp/outbox_test_pgbouncer_{port}")  # noqa: S108 - another user must reach it
+    place.mkdir()
+    user, name = unquote(at.username or ""), at.path[1:]
+    (place / "users").write_text(f'"{user}" "{unquote(at.password or "")}"\n')
+    (place / "ini").write_text(
+        f"[databases]\n{name} = host={at.hostname} port={at.port} dbname={name}\n"
+        f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+        f"auth_type = trust\nauth_file = {place}/users\npool_mode = transaction\ndefault_pool_size = 3\n"
+    )
+    server = guardian.server_user()
+    for path in (place, *place.iterdir()):
+        path.chmod(0o755)
+    command = [shutil.which("pgbouncer") or "/usr/sbin/pgbouncer", str(place / "ini")]
+    with (tmp_path / "pgbouncer.log").open("wb") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log, **guardian.as_user(server))
+
+    def reachable() -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    eventually(reachable, "pgbouncer")
+    yield at._replace(netloc=f"{at.username}:x@127.0.0.1:{port}").geturl()
+    running.send_signal(signal.SIGTERM)
+    running.wait()
+    shutil.rmtree(place)

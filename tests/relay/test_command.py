@@ -66,7 +66,22 @@ def test_settings_do_not_show_secrets() -> None:
             "OUTBOX_ONCE must be on or off",
         ),
         ({"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_POLL": "0"}, "--poll must be greater than 0"),
-        ({"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_LEASE": "30"}, "must be shorter than --lease"),
+        (
+            {"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_LEASE": "30"},
+            "--lease must be longer than 41.25 s",
+        ),
+        (
+            {"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_HEARTBEAT": "31"},
+            "--confirm-timeout must not be shorter than --heartbeat",
+        ),
+        (
+            {"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_SEND_TIMEOUT": "31"},
+            "--send-timeout must not be longer than --confirm-timeout",
+        ),
+        (
+            {"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_WINDOW": "499"},
+            "--batch-size must not be larger than --window",
+        ),
         ({"OUTBOX_DSN_FILE": "/nowhere", "OUTBOX_AMQP_URL": NO_BROKER}, "OUTBOX_DSN_FILE names '/nowhere'"),
     ],
 )

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import urlsplit
 from uuid import UUID
 
-import psycopg
 import pytest
 
-from harness import Management, Proxy, Queue, StartRelay, eventually
-from outbox import MessageRelay
-
-Db = psycopg.Connection[Any]
-
-
-def emit(db: Db, routing_key: str = "order.created", payload: object = None, **more: object) -> tuple[int, str]:
-    """Returns the message's id and message_id."""
-    names = "".join(f", {name} => %({name})s" for name in more)
-    row = db.execute(
-        f"select outbox.emit(%(routing_key)s, %(payload)s::jsonb{names})",
-        {"routing_key": routing_key, "payload": json.dumps(payload or {}), **more},
-    ).fetchone()
-    assert row is not None
-    found = db.execute("select message_id from outbox.message where id = %s", [row[0]]).fetchone()
-    assert found is not None
-    return row[0], str(found[0])
-
-
-def waiting(db: Db) -> int:
-    row = db.execute("select count(*) from outbox.message").fetchone()
-    assert row is not None
-    return int(row[0])
+import databases
+from harness import PATIENCE, Db, Management, Proxy, Queue, StartRelay, emit, eventually, leased, waiting
+from outbox import MessageRelay, cli
+from outbox.publish import Publisher
+from outbox.store import Store
 
 
 def test_emitted_message_arrives_and_its_row_goes(db: Db, queue: Queue, start_relay: StartRelay) -> None:
@@ -120,12 +106,10 @@ def test_unroutable_message_is_not_marked_sent(db: Db, management: Management, s
     queue = Queue(management, binding="order.*")
     lost, _ = emit(db, "nobody.listens")
     emit(db, "order.created")
-    relay = start_relay("--once")
-    assert relay.process.wait(20) == 0
+    assert start_relay("--once").process.wait(20) == 0
     assert len(queue.receive(1)) == 1
     row = db.execute("select id, attempts, error from outbox.message").fetchone()
     assert row == (lost, 1, "no queue is bound for this routing key")
-    assert "sent=1 failed=1" in relay.log
 
 
 def test_message_for_a_missing_exchange_does_not_stop_the_others(db: Db, queue: Queue, start_relay: StartRelay) -> None:
@@ -151,45 +135,6 @@ def test_two_messages_with_one_message_id(db: Db, management: Management, start_
     assert start_relay("--once").process.wait(20) == 0
     assert len(queue.receive(1)) == 1
     assert db.execute("select id from outbox.message").fetchall() == [(lost,)]
-
-
-# The second lease is far longer than the test waits: another relay must notice that its holder is gone.
-@pytest.mark.parametrize("lease", ["3", "120"])
-def test_killed_relay_leaves_nothing_behind(
-    db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay, lease: str
-) -> None:
-    settings = ("--lease", lease, "--confirm-timeout", "2.5")
-    relay = start_relay(*settings, amqp=proxy.url)
-    relay.await_log("relay ready")
-    proxy.deaf.set()
-    _, message_id = emit(db)
-    (first,) = queue.receive(1)
-    # Published, not confirmed: the relay cannot have marked it.
-    os.kill(relay.process.pid, signal.SIGKILL)
-    relay.process.wait()
-    assert waiting(db) == 1
-
-    second = start_relay(*settings)
-    (again,) = queue.receive(1)
-    assert first.properties["message_id"] == again.properties["message_id"] == message_id
-    eventually(lambda: waiting(db) == 0, "an empty table")
-    assert second.stop() == 0
-
-
-def test_unconfirmed_message_is_sent_again(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:
-    relay = start_relay("--confirm-timeout", "0.5", amqp=proxy.url)
-    relay.await_log("relay ready")
-    proxy.deaf.set()
-    _, message_id = emit(db)
-    relay.await_log("released=1")
-    assert db.execute("select attempts from outbox.message").fetchall() == [(0,)]
-    proxy.deaf.clear()
-    received = queue.receive(2)
-    assert {message.properties["message_id"] for message in received} == {message_id}
-    eventually(lambda: waiting(db) == 0, "an empty table")
-    row = db.execute("select count(*) from outbox.dead_letter").fetchone()
-    assert row == (0,)
-    assert relay.stop() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -218,55 +163,149 @@ def test_once_drains_several_batches(db: Db, queue: Queue, start_relay: StartRel
     assert len(queue.receive(1000)) == 1000
 
 
-def test_woken_by_notification(db: Db, queue: Queue, start_relay: StartRelay) -> None:
-    relay = start_relay("--poll", "60")
-    relay.await_log("relay ready")
-    for _ in range(3):
-        emit(db)
-        queue.receive(1)
-    assert relay.stop() == 0
-
-
-def test_polling_needs_no_notification(db: Db, queue: Queue, start_relay: StartRelay) -> None:
-    relay = start_relay("--poll", "0.2")
-    relay.await_log("relay ready")
-    db.execute("set session_replication_role = replica")  # no trigger fires
-    emit(db)
-    queue.receive(1)
-    assert relay.stop() == 0
-
-
-def test_lost_database_session_is_made_again(db: Db, queue: Queue, start_relay: StartRelay) -> None:
-    relay = start_relay()
-    relay.await_log("relay ready")
-    ended = db.execute(
-        "select pg_terminate_backend(pid) from pg_stat_activity"
-        " where application_name = 'outbox relay' and datname = current_database()"
-    ).fetchall()
-    assert ended == [(True,)]
-    emit(db)
-    queue.receive(1)
-    relay.await_log("relay ready", times=2)
-    assert "DatabaseUnavailableError" in relay.log
-    assert relay.stop() == 0
-
-
-def test_lost_broker_connection_is_made_again(
-    db: Db, management: Management, queue: Queue, start_relay: StartRelay
-) -> None:
-    relay = start_relay()
-    relay.await_log("relay ready")
-    (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
-    management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
-    relay.await_log("relay ready", times=2)
-    emit(db)
-    queue.receive(1)
-    assert "BrokerUnavailableError" in relay.log
-    assert relay.stop() == 0
-
-
 async def test_as_a_library(dsn: str, amqp_url: str, db: Db, queue: Queue) -> None:
     emit(db)
     await MessageRelay(dsn=dsn, amqp_url=amqp_url, once=True).run()
     assert waiting(db) == 0
     assert len(queue.receive(1)) == 1
+
+
+def test_key_waits_behind_what_closed_the_channel(db: Db, queue: Queue, start_relay: StartRelay) -> None:
+    emit(db, key="a", payload={"n": 1})
+    lost, _ = emit(db, key="a", exchange="no-such-exchange")
+    behind, _ = emit(db, key="a", payload={"n": 2})
+    emit(db, key="b", payload={"n": 3})
+    assert start_relay("--once").process.wait(20) == 0
+    assert {json.loads(message.body)["n"] for message in queue.receive(2)} == {1, 3}
+    assert db.execute("select id, attempts from outbox.message order by id").fetchall() == [(lost, 1), (behind, 0)]
+
+
+def test_no_permission_for_one_exchange(
+    db: Db, amqp_url: str, management: Management, queue: Queue, start_relay: StartRelay
+) -> None:
+    Queue(management, "other", exchange="other")
+    user = f"outbox_test_{os.getpid()}"
+    management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
+    try:
+        management("PUT", f"/permissions/{{vhost}}/{user}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
+        at = urlsplit(amqp_url)
+        good = [emit(db)[1] for _ in range(20)]
+        refused, _ = emit(db, exchange="other")
+        good += [emit(db)[1] for _ in range(20)]
+        as_user = at._replace(netloc=f"{user}:x@{at.hostname}:{at.port}").geturl()
+        assert start_relay("--once", amqp=as_user).process.wait(20) == 0
+    finally:
+        management("DELETE", f"/users/{user}")
+    assert {message.properties["message_id"] for message in queue.receive(40)} == set(good)
+    ((found, attempts, error),) = db.execute("select id, attempts, error from outbox.message").fetchall()
+    assert (found, attempts) == (refused, 1)
+    assert error.startswith("ACCESS_REFUSED")
+
+
+def test_strict_keys_lets_nothing_overtake(db: Db, management: Management, start_relay: StartRelay) -> None:
+    queue = Queue(management, binding="order.*")
+    emit(db, key="a", payload={"n": 1})
+    lost, _ = emit(db, "nobody.listens", key="a")
+    behind, _ = emit(db, key="a", payload={"n": 2})
+    for n in range(3, 6):
+        emit(db, key="b", payload={"n": n})
+    emit(db, payload={"n": 6})
+    assert start_relay("--once", "--strict-keys").process.wait(20) == 0
+    found = [json.loads(message.body)["n"] for message in queue.receive(5)]
+    assert sorted(found) == [1, 3, 4, 5, 6]
+    assert [n for n in found if 3 <= n <= 5] == [3, 4, 5]
+    assert db.execute("select id, attempts from outbox.message order by id").fetchall() == [(lost, 1), (behind, 0)]
+
+
+def test_stop_gives_back_what_is_not_confirmed(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:
+    relay = start_relay("--shutdown", "2", amqp=proxy.url)
+    relay.await_log("relay ready")
+    proxy.held.set()
+    _, message_id = emit(db)
+    eventually(lambda: leased(db), "a claim")
+    begun = time.monotonic()
+    assert relay.stop() == 0
+    assert 1 < time.monotonic() - begun < 5
+    # At once, not after a lease of two minutes.
+    assert not leased(db)
+    assert start_relay("--once").process.wait(20) == 0
+    assert {message.properties["message_id"] for message in queue.receive(1)} == {message_id}
+    assert waiting(db) == 0
+
+
+def test_stop_waits_for_confirms(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:
+    relay = start_relay(amqp=proxy.url)
+    relay.await_log("relay ready")
+    proxy.held.set()
+    emit(db)
+    eventually(lambda: leased(db), "a claim")
+    relay.process.send_signal(signal.SIGTERM)
+    relay.await_log("stopping")
+    proxy.held.clear()
+    assert relay.process.wait(PATIENCE) == 0
+    assert waiting(db) == 0
+    assert len(queue.receive(1)) == 1
+
+
+@pytest.mark.usefixtures("queue")
+def test_second_signal_ends_it_at_once(db: Db, proxy: Proxy, start_relay: StartRelay) -> None:
+    relay = start_relay(amqp=proxy.url)
+    relay.await_log("relay ready")
+    proxy.held.set()
+    emit(db)
+    eventually(lambda: leased(db), "a claim")
+    relay.process.send_signal(signal.SIGTERM)
+    relay.await_log("stopping")
+    begun = time.monotonic()
+    assert relay.stop() == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Store, "claim"), (Store, "listen"), (Store, "mark_sent"), (Store, "cleanup"), (Publisher, "publish")],
+)
+@pytest.mark.usefixtures("queue")
+async def test_bug_in_any_task_ends_it(
+    dsn: str, amqp_url: str, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("outbox.relay.CLEANUP_EVERY", 0.1)
+    monkeypatch.setattr(kind, name, broken)
+    databases.query(dsn, "select outbox.emit('order.created', '{}')")
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(PATIENCE):
+            await MessageRelay(dsn=dsn, amqp_url=amqp_url).run()
+
+
+@pytest.mark.usefixtures("queue")
+def test_bug_has_an_exit_status_of_its_own(
+    dsn: str, amqp_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Store, "claim", broken)
+    assert cli.main(["relay", "--once", "--dsn", dsn, "--amqp-url", amqp_url]) == 3
+    assert "outbox: internal error, please report it: ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("queue")
+def test_progress_line_on_a_terminal(dsn: str, db: Db, amqp_url: str) -> None:
+    ours, theirs = pty.openpty()
+    relay = subprocess.Popen(
+        [sys.executable, "-m", "outbox", "relay", "--dsn", dsn, "--amqp-url", amqp_url], stderr=theirs
+    )
+    os.close(theirs)
+    try:
+        emit(db)
+        seen = b""
+        while b", 1 sent" not in seen:
+            seen += os.read(ours, 4096)
+        assert b" a second" in seen
+    finally:
+        relay.terminate()
+        relay.wait(PATIENCE)
+        os.close(ours)

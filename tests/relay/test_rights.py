@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 import databases
-from harness import Management, Queue, RunOutbox
+from harness import Management, Queue, RunOutbox, StartRelay
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ def test_shop_emits_and_relay_relays(roles: Roles, amqp_url: str, queue: Queue, 
     databases.query(roles.shop, "select outbox.emit('order.created', '{}')")
     assert outbox("relay", "--once", "--dsn", roles.relay, "--amqp-url", amqp_url).status == 0
     assert len(queue.receive(1)) == 1
+
+
+def test_rights_are_enough_to_sleep_and_wake(roles: Roles, queue: Queue, start_relay: StartRelay) -> None:
+    relay = start_relay(
+        "--lease", "8", "--confirm-timeout", "2", "--send-timeout", "1", "--heartbeat", "1", pg=roles.relay
+    )
+    relay.await_log("relay ready")
+    for _ in range(3):
+        databases.query(roles.shop, "select outbox.emit('order.created', '{}')")
+        queue.receive(1)
+    assert relay.stop() == 0
+    assert "unavailable" not in relay.log
 
 
 def test_neither_can_do_the_others_part(roles: Roles) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asct
 RELAY_HELP = """\
 Claims messages from the database, publishes them to RabbitMQ and marks those sent that
 the broker confirmed. Run as many as you like: they share the work. SIGTERM and SIGINT end it
-after the batch in hand.
+after what is in flight; a second signal ends it at once.
 
 exit status:
   0  stopped by a signal, or nothing left to send (--once)
   1  a server was unavailable (--once)
   2  something only you can put right: the message says what
+  3  a bug in the relay: the log says where
 
 Each flag can be given in the environment: --batch-size as OUTBOX_BATCH_SIZE. The two addresses
 can also be read from a file named by OUTBOX_DSN_FILE and OUTBOX_AMQP_URL_FILE.
@@ -51,15 +53,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutboxError as error:
         sys.stderr.write(f"outbox: {error}\n")
         return 2 if isinstance(error, ConfigurationError) else 1
+    except Exception as error:  # crash early: whoever supervises this starts it again, and the leases run out
+        logging.getLogger(__name__).exception("internal error", extra={"action": "crash"})
+        sys.stderr.write(f"outbox: internal error, please report it: {type(error).__name__}: {error}\n")
+        return 3
 
 
 async def relay(settings: RelaySettings) -> int:
     message_relay = MessageRelay(**asdict(settings))
     loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        for again in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(again, os._exit, 128 + number)
+        message_relay.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, message_relay.stop)
-    await message_relay.run()
+        loop.add_signal_handler(number, stop, number)
+    progress = asyncio.create_task(show_progress(message_relay)) if sys.stderr.isatty() else None
+    try:
+        await message_relay.run()
+    finally:
+        if progress is not None:
+            progress.cancel()
     return 0
+
+
+async def show_progress(message_relay: MessageRelay) -> None:
+    """One line that is rewritten every second."""
+    before = message_relay.sent
+    while True:
+        await asyncio.sleep(1)
+        sent, rate, before = message_relay.sent, message_relay.sent - before, message_relay.sent
+        sys.stderr.write(f"\r\033[K{rate:,} a second, {sent:,} sent, {message_relay.failed:,} failed\r")
+        sys.stderr.flush()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,4 +121,4 @@ def set_up_logging(*, verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
     # At DEBUG these write whole messages into the log, and what they warn of we report ourselves.
     for name in ("aio_pika", "aiormq"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)

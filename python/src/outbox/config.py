@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 
 from outbox.errors import ConfigurationError
 
-# What a batch still needs between its last confirm and the end of its lease.
-SETTLE_MARGIN = 0.5
+# The database gets this share of a lease to answer one call, and so many seconds at most; the rest is kept twice.
+STATEMENT_SHARE, STATEMENT_MOST = 8, 15.0
 
 
 def knob(default: Any, text: str, unit: str = "") -> Any:
@@ -29,13 +29,16 @@ class RelaySettings:
     exchange: str = knob("outbox", "exchange that must exist before the relay starts", "NAME")
     declare: bool = knob(default=False, text="create that exchange if it is missing: topic, durable")
     once: bool = knob(default=False, text="send what is ready now, then exit")
+    strict_keys: bool = knob(default=False, text="send a key's next message only after the confirm of the one before")
     batch_size: int = knob(500, "messages claimed at a time", "N")
     max_bytes: int = knob(8 * 1024 * 1024, "bytes of bodies claimed at a time", "N")
+    window: int = knob(1000, "messages sent and not yet confirmed, at most", "N")
     lease: float = knob(120.0, "how long a claimed batch is ours", "SECONDS")
-    confirm_timeout: float = knob(30.0, "how long to wait for the broker's confirm; shorter than the lease", "SECONDS")
-    heartbeat: int = knob(15, "AMQP heartbeat", "SECONDS")
+    confirm_timeout: float = knob(30.0, "after so long without a confirm, stop sending and wait", "SECONDS")
+    send_timeout: float = knob(10.0, "the same when the socket does not take the data", "SECONDS")
+    heartbeat: int = knob(15, "AMQP heartbeat; the connection is dropped after three without a sign", "SECONDS")
     poll: float = knob(1.0, "longest sleep without looking for messages", "SECONDS")
-    shutdown: float = knob(30.0, "how long a stop may take to finish the batch in hand", "SECONDS")
+    shutdown: float = knob(30.0, "how long a stop may take to finish what is in flight", "SECONDS")
 
     def __post_init__(self) -> None:
         for name in ("dsn", "amqp_url"):
@@ -48,11 +51,28 @@ class RelaySettings:
             value = getattr(self, item.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ConfigurationError(f"{flag(item.name)} must be greater than 0")
-        if self.confirm_timeout + SETTLE_MARGIN > self.lease:
+        needed = self.confirm_timeout + 3 * self.statement_timeout
+        if needed >= self.lease:
             raise ConfigurationError(
-                f"{flag('confirm_timeout')} must be shorter than {flag('lease')} by {SETTLE_MARGIN} s or more:"
-                " a batch whose lease has run out is sent again by another relay"
+                f"{flag('lease')} must be longer than {needed:g} s, which is {flag('confirm_timeout')} and the time"
+                " to settle: a batch whose lease has run out is sent again by another relay"
             )
+        if self.confirm_timeout < self.heartbeat:
+            raise ConfigurationError(
+                f"{flag('confirm_timeout')} must not be shorter than {flag('heartbeat')}:"
+                " a broker that is only slow would pass for a dead one"
+            )
+        if self.send_timeout > self.confirm_timeout:
+            raise ConfigurationError(
+                f"{flag('send_timeout')} must not be longer than {flag('confirm_timeout')}:"
+                " what was not sent cannot be confirmed"
+            )
+        if self.batch_size > self.window:
+            raise ConfigurationError(f"{flag('batch_size')} must not be larger than {flag('window')}: it would not fit")
+
+    @property
+    def statement_timeout(self) -> float:
+        return min(self.lease / STATEMENT_SHARE, STATEMENT_MOST)
 
     @classmethod
     def load(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> RelaySettings:

@@ -1,26 +1,38 @@
-"""The only AMQP of the relay: publish a batch and say, message by message, what the broker answered."""
+"""The only AMQP of the relay: one write per batch, confirms as a watermark, one outcome for each message."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
-from types import TracebackType
-from typing import Self
-from uuid import UUID
+from typing import Any, Self
 
-import aio_pika
-from aio_pika.abc import AbstractChannel, AbstractConnection
-from aio_pika.exceptions import ChannelClosed, ChannelNotFoundEntity, DeliveryError, PublishError
-from pamqp.commands import Basic
+from aiormq.abc import ChannelFrame, ConfirmationFrameType
+from aiormq.channel import Channel
+from aiormq.connection import EXCEPTION_MAPPING, Connection, TCPTransportFactory, TLSTransportFactory, TransportFactory
+from aiormq.exceptions import AMQPError, ChannelClosed, ChannelNotFoundEntity, ConnectionClosed
+from pamqp import commands, encode, header
+from pamqp.frame import marshal
+from yarl import URL
 
 from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError, ConfigurationError, ExchangeMissingError
 from outbox.store import ClaimedMessage
 
 CONNECT_TIMEOUT = 10.0
+CLOSE_TIMEOUT = 3.0
+LONGEST_EXPIRATION = 315_360_000_000  # ms; on more than that the broker closes the channel
+HEADER, BODY, FRAME_END, FRAME_OVERHEAD = 2, 3, b"\xce", 8
+CODES = {kind: code for code, kind in EXCEPTION_MAPPING.items()}
+frame_head = struct.Struct(">BHI").pack
+content_head = struct.Struct(">HHQH").pack
+seconds = struct.Struct(">Q").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,133 +42,291 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The broker's verdict about this message."""
+    """A verdict about this message."""
 
     error: str
     reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Basic.Nack: the broker could not take it for now. It goes back, and no attempt is counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
-    """No verdict: the message may or may not have arrived, and must be sent again."""
+    """No verdict: it may or may not have arrived. `code` is the broker's, if it cut off all that were in flight."""
 
     error: str
-    closed: ChannelClosed | None = None
+    code: int = 0
 
 
-Outcome = Sent | Failed | Unknown
+Outcome = Sent | Failed | Refused | Unknown
+SENT, REFUSED = Sent(), Refused()
+UNROUTABLE = Failed("no queue is bound for this routing key", "unroutable")
+EXPIRED = Failed("its time was over before it could be sent", "expired")
+BEHIND = Unknown("not sent: one of the same key before it failed")
+
+
+class Flight:
+    """Messages that were written together, and what is known of each. Their delivery tags count up from `first`."""
+
+    def __init__(self, messages: Sequence[ClaimedMessage], first: int) -> None:
+        self.messages = messages
+        self.first, self.end = first, first + len(messages)
+        self.low = first  # the watermark: everything below is answered
+        self.open = len(messages)
+        self.outcomes: list[Outcome | None] = [None] * len(messages)
+        self.done = asyncio.get_running_loop().create_future()
+
+    def answer(self, begin: int, end: int, outcome: Outcome) -> None:
+        """Gives the outcome to those tags from begin up to (not including) end that have none."""
+        begin, end = max(begin, self.low), min(end, self.end)
+        for place in range(begin - self.first, end - self.first):
+            if self.outcomes[place] is None:
+                self.outcomes[place] = outcome
+                self.open -= 1
+        if begin == self.low:
+            self.low = max(self.low, end)
+        if self.open == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+class ConfirmChannel(Channel):
+    """A channel of the library that keeps a watermark instead of a future per message."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        super().__init__(connection, number, publisher_confirms=True, frame_buffer=1000)
+        self.flights: deque[Flight] = deque()
+        self.next_tag = 1
+        self.last_returned = 0
+        self.answered = False
+        self.moved = asyncio.Event()
+        self.reason: Unknown | None = None  # why it is closed
+        self.closing.add_done_callback(self._on_closed)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(flight.open for flight in self.flights)
+
+    def write(self, messages: Sequence[ClaimedMessage], payload: bytes) -> tuple[Flight, asyncio.Future[None]]:
+        """Hands over the whole batch at once. The second value is done when the socket has taken it."""
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Not waiting for a place: what is written after the answer to a Channel.Close ends the whole connection.
+        self.write_queue.put_nowait(ChannelFrame(payload=payload, should_close=False, drain_future=drained))
+        flight = Flight(messages, self.next_tag)
+        self.next_tag = flight.end
+        self.flights.append(flight)
+        return flight, drained
+
+    async def _on_confirm_frame(self, frame: ConfirmationFrameType) -> None:
+        tag, multiple = frame.delivery_tag or 0, getattr(frame, "multiple", False)
+        outcome = SENT if isinstance(frame, commands.Basic.Ack) else REFUSED
+        for flight in self.flights:
+            if flight.first <= tag:
+                flight.answer(flight.first if multiple else tag, tag + 1, outcome)
+        while self.flights and not self.flights[0].open:
+            self.flights.popleft()
+        self.answered = True
+        self.moved.set()
+
+    async def _on_return_frame(self, frame: commands.Basic.Return) -> None:
+        head = await self._get_frame()
+        assert isinstance(head, header.ContentHeader)
+        returned = await self._read_content(frame, head)
+        wire = (head.properties.message_id, frame.exchange, frame.routing_key, returned.body)
+        # Returns come in the order of publishing, each before its ack. A message_id need not be unique.
+        for flight in self.flights:
+            for tag in range(max(flight.low, self.last_returned + 1), flight.end):
+                message = flight.messages[tag - flight.first]
+                sent = (message.message_id, message.exchange, message.routing_key, message.body)
+                if sent == wire and flight.outcomes[tag - flight.first] is None:
+                    self.last_returned = tag
+                    flight.answer(tag, tag + 1, UNROUTABLE)
+                    return
+        raise ConnectionError("the broker returned a message that is not in flight")
+
+    async def _on_close_frame(self, frame: commands.Channel.Close) -> None:
+        self.reason = Unknown(" ".join((frame.reply_text or "the channel was closed").split()), frame.reply_code or 0)
+        await super()._on_close_frame(frame)
+
+    def _on_closed(self, closing: asyncio.Future[Any]) -> None:
+        if self.reason is None:
+            error = None if closing.cancelled() else closing.exception()
+            self.reason = Unknown(describe(error), code_of(error))
+        for flight in self.flights:
+            flight.answer(flight.first, flight.end, self.reason)
+        self.flights.clear()
+        self.moved.set()
+
+
+class Transport(TransportFactory):
+    """Opens the socket, and keeps it in reach: to close politely may take longer than we can wait."""
+
+    writer: asyncio.StreamWriter | None = None
+
+    async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        factory = TLSTransportFactory() if url.scheme == "amqps" else TCPTransportFactory()
+        reader, self.writer = await factory.create(url, **kwargs)
+        self.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return reader, self.writer
 
 
 class Publisher:
-    """One broker session of the relay: `async with Publisher(settings) as publisher`."""
+    """One broker session of the relay. It is never repaired: what was in flight when it ended must be clear."""
 
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings
-        self._connection: AbstractConnection
-        self._channel: AbstractChannel
-        self._in_doubt = False
+        self._transport = Transport()
+        self._connection: Connection
+        self._channel: ConfirmChannel
+        self._turn = asyncio.Lock()
+        self._late: dict[Flight, str] = {}
+        self.proven = False  # it has confirmed something
 
-    async def __aenter__(self) -> Self:
-        # A plain connection: one that repairs itself hides which confirms were lost.
+    async def open(self) -> Self:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                self._connection = await aio_pika.connect(self._settings.amqp_url, heartbeat=self._settings.heartbeat)
+            url = URL(self._settings.amqp_url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
+            self._connection = Connection(url, transport_factory=self._transport)
         except ValueError as error:
             raise ConfigurationError("--amqp-url cannot be read: write it as amqp://user@host:5672/vhost") from error
-        except (OSError, TimeoutError) as error:  # AMQPConnectionError is an OSError
-            raise BrokerUnavailableError(describe(error)) from error
         try:
-            await self._find_exchange()
-            await self._open_channel()
+            async with within(CONNECT_TIMEOUT):
+                await self._connection.connect()
+                await self._connection.ready()
+                await self._find_exchange()
+                await self._open_channel(2)
         except BaseException:
-            await self._connection.close()
+            await self.close()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._connection.close()
+    async def close(self) -> None:
+        try:
+            with contextlib.suppress(BrokerUnavailableError):
+                async with within(CLOSE_TIMEOUT):
+                    await self._connection.close()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Gives up on what is in flight: it becomes unknown at once."""
+        if self._transport.writer is not None:
+            self._transport.writer.transport.abort()
 
     @property
     def is_open(self) -> bool:
-        return not (self._in_doubt or self._connection.is_closed or self._channel.is_closed)
+        return not self._connection.is_closed
 
-    async def publish(self, messages: Sequence[ClaimedMessage], *, carefully: bool = False) -> list[Outcome]:
-        """Persistent and mandatory, in the given order; one outcome for each message.
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing may be sent for now: it would only be sent again after a reconnect, and then arrive twice."""
+        if self._blocked:
+            return "the broker has blocked the connection"
+        return next(iter(self._late.values()), None)
 
-        The broker answers one bad message by closing the channel, or the connection, on all that are in flight.
-        Carefully means one by one: then it is clear which message was meant.
+    @property
+    def lost(self) -> Unknown:
+        return self._channel.reason or Unknown("the connection was lost")
+
+    async def publish(
+        self,
+        messages: Sequence[ClaimedMessage],
+        claimed_at: float,
+        may_send: Callable[[], Awaitable[bool]],
+        *,
+        alone: bool = False,
+    ) -> list[Outcome]:
+        """Persistent and mandatory, in the given order, in one write; one outcome for each message.
+
+        Waits for room in the window, then asks whether the messages are still ours. Alone means that nothing else
+        is in flight meanwhile: what the broker then closes, it closes because of these messages.
         """
-        deadline = monotonic() + self._settings.confirm_timeout
-        if carefully:
-            return await self._publish_one_by_one(messages, deadline)
-        outcomes: list[Outcome] = []
-        for wave in waves(messages):
-            outcomes += await asyncio.gather(*(self._publish(message, deadline) for message in wave))
+        async with contextlib.AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turn)
+            if not await self._room(self._settings.window if alone else len(messages)):
+                return [self.lost] * len(messages)
+            if not await may_send():
+                return [Unknown("the lease was lost")] * len(messages)
+            channel, frame_max = self._channel, self._connection.connection_tune.frame_max
+            outcomes, places, payload = encode_all(messages, monotonic() - claimed_at, channel.number, frame_max)
+            if not places:
+                return outcomes
+            if channel.reason is not None or channel.write_queue.full():
+                return [self.lost] * len(messages)
+            flight, drained = channel.write([messages[place] for place in places], payload)
+            if not alone:
+                await turn.aclose()
+            await self._answered(flight, drained)
+        for place, outcome in zip(places, flight.outcomes, strict=True):
+            assert outcome is not None
+            outcomes[place] = outcome
+        self.proven = self.proven or channel.answered
         return outcomes
 
-    async def _publish_one_by_one(self, messages: Sequence[ClaimedMessage], deadline: float) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        failed_keys: set[str | None] = set()
-        for message in messages:
-            outcome: Outcome = Unknown("not sent")
-            if message.key not in failed_keys and not self._in_doubt and not self._connection.is_closed:
-                outcome = await self._publish(message, deadline)
-            if isinstance(outcome, Unknown) and outcome.closed:
-                missing = isinstance(outcome.closed, ChannelNotFoundEntity)
-                outcome = Failed(outcome.error, "unroutable" if missing else None)
-                await self._reopen_channel()
-            if isinstance(outcome, Failed) and message.key is not None:
-                failed_keys.add(message.key)
-            outcomes.append(outcome)
-        return outcomes
+    async def _room(self, count: int) -> bool:
+        """Waits until so many more may be in flight and nothing is in doubt. False: the connection is gone."""
+        while self.is_open:
+            channel = self._channel
+            if channel.reason is not None:
+                try:
+                    # A new number: whether the broker has seen the end of an old one is not sure.
+                    async with within(CONNECT_TIMEOUT):
+                        await self._open_channel(channel.number + 1)
+                except BrokerUnavailableError:
+                    self.abort()
+                    return False
+            elif self.trouble is None and channel.in_flight + count <= self._settings.window:
+                return True
+            else:
+                channel.moved.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.2):  # nobody tells when the broker unblocks the connection
+                        await channel.moved.wait()
+        return False
 
-    async def _publish(self, message: ClaimedMessage, deadline: float) -> Outcome:  # noqa: PLR0911 - one for each answer
+    async def _answered(self, flight: Flight, drained: asyncio.Future[None]) -> None:
+        """Returns when each message has an outcome. What comes late makes the session suspect: then we only wait."""
+        limit, begun = self._settings.confirm_timeout, monotonic()
         try:
-            exchange = await self._channel.get_exchange(message.exchange, ensure=False)
-            answer = await exchange.publish(
-                to_amqp(message), message.routing_key, mandatory=True, timeout=max(deadline - monotonic(), 0)
-            )
-        except PublishError:
-            return Failed("no queue is bound for this routing key", "unroutable")
-        except DeliveryError as error:
-            return Failed(f"the broker answered {error.frame.name}")
-        except ChannelClosed as error:
-            return Unknown(describe(error), error)
-        except TimeoutError:
-            self._in_doubt = True  # the session is of no more use: its late confirms would belong to nobody
-            return Unknown(f"no confirm within {self._settings.confirm_timeout:g} s")
-        except (TypeError, ValueError, OverflowError, struct.error) as error:
-            return Failed(f"cannot be written as AMQP: {describe(error)}", "rejected")
-        except asyncio.CancelledError:
-            # Also what a waiting publish gets when the connection dies.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return Unknown("the connection was lost")
-        except Exception as error:  # noqa: BLE001 - whatever is no verdict is unknown
-            return Unknown(describe(error))
-        return Sent() if isinstance(answer, Basic.Ack) else Unknown(f"unexpected answer {answer!r}")
+            first = {drained, flight.done}
+            await asyncio.wait(first, timeout=self._settings.send_timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not drained.done() and not flight.done.done():
+                self._late[flight] = f"the socket did not drain in {self._settings.send_timeout:g} s"
+            await asyncio.wait({flight.done}, timeout=begun + limit - monotonic())
+            # A dead connection ends by itself when heartbeats stay away. One that lives, is not blocked and still does
+            # not answer is of no more use.
+            patience = monotonic() + limit
+            while not flight.done.done():
+                self._late[flight] = f"no confirm within {limit:g} s"
+                await asyncio.wait({flight.done}, timeout=0.2)
+                if self._blocked:
+                    patience = monotonic() + limit
+                elif monotonic() > patience:
+                    self.abort()
+        finally:
+            drained.cancel()
+            self._late.pop(flight, None)
 
-    async def _reopen_channel(self) -> None:
-        try:
-            await self._open_channel()
-        except BrokerUnavailableError:
-            self._in_doubt = True
+    @property
+    def _blocked(self) -> bool:
+        unblocked: asyncio.Event = vars(self._connection)["_Connection__connection_unblocked"]
+        return not unblocked.is_set()
 
-    async def _open_channel(self) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-        except Exception as error:
-            raise BrokerUnavailableError(describe(error)) from error
+    async def _open_channel(self, number: int) -> None:
+        if number > (self._connection.connection_tune.channel_max or 65535):
+            raise ConnectionError("all channel numbers are used up")
+        channel = ConfirmChannel(self._connection, number)
+        self._connection.channels[number] = channel
+        await channel.open()
+        self._channel = channel
 
     async def _find_exchange(self) -> None:
         name, declare = self._settings.exchange, self._settings.declare
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT), self._connection.channel() as channel:
-                await channel.declare_exchange(name, aio_pika.ExchangeType.TOPIC, durable=True, passive=not declare)
+            channel = await self._connection.channel(1, publisher_confirms=False)
+            await channel.exchange_declare(name, exchange_type="topic", durable=True, passive=not declare)
+            await channel.close()
         except ChannelNotFoundEntity as error:
             raise ExchangeMissingError(
                 f"the broker has no exchange {name!r}: create it, start with --declare to have it made,"
@@ -164,34 +334,113 @@ class Publisher:
             ) from error
         except ChannelClosed as error:
             raise ConfigurationError(f"exchange {name!r} cannot be used: {describe(error)}") from error
-        except Exception as error:
-            raise BrokerUnavailableError(describe(error)) from error
 
 
-def waves(messages: Sequence[ClaimedMessage]) -> Iterator[list[ClaimedMessage]]:
-    """The library finds a returned message by its message_id, so two with the same one never fly together."""
-    wave: dict[UUID, ClaimedMessage] = {}
-    for message in messages:
-        if message.message_id in wave:
-            yield list(wave.values())
-            wave = {}
-        wave[message.message_id] = message
-    yield list(wave.values())
+def encode_all(
+    messages: Sequence[ClaimedMessage], age: float, channel: int, frame_max: int
+) -> tuple[list[Outcome], list[int], bytes]:
+    """Returns an outcome for each message that cannot be sent, the places of all others, and the bytes of those."""
+    outcomes: list[Outcome] = [SENT] * len(messages)
+    places: list[int] = []
+    parts: list[bytes] = []
+    failed_keys: set[str | None] = set()
+    for place, message in enumerate(messages):
+        if failed_keys and message.key in failed_keys:
+            outcomes[place] = BEHIND
+            continue
+        try:
+            parts += encode_one(message, age, channel, frame_max - FRAME_OVERHEAD)
+            places.append(place)
+            continue
+        except ExpiredError:
+            outcomes[place] = EXPIRED
+        except (TypeError, ValueError, OverflowError, struct.error) as error:
+            outcomes[place] = Failed(f"cannot be written as AMQP: {describe(error)}", "rejected")
+        if message.key is not None:
+            failed_keys.add(message.key)
+    return outcomes, places, b"".join(parts)
 
 
-def to_amqp(message: ClaimedMessage) -> aio_pika.Message:
-    return aio_pika.Message(
-        message.body,
-        message_id=str(message.message_id),
-        timestamp=message.created_at,
-        content_type=message.content_type,
-        headers=message.headers,
-        expiration=message.expires_in,
-        delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
-        **(message.properties or {}),
-    )
+def encode_one(message: ClaimedMessage, age: float, channel: int, most: int) -> list[bytes]:
+    body, size = message.body, len(message.body)
+    head = content_header(message, size, age)
+    if len(head) > most:
+        raise ValueError("its headers do not fit into one frame")
+    method = publish_frame(channel, message.exchange, message.routing_key)
+    parts = [method, frame_head(HEADER, channel, len(head)), head, FRAME_END]
+    if 0 < size <= most:
+        return [*parts, frame_head(BODY, channel, size), body, FRAME_END]
+    for start in range(0, size, most):
+        piece = body[start : start + most]
+        parts += (frame_head(BODY, channel, len(piece)), piece, FRAME_END)
+    return parts
 
 
-def describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
+@lru_cache(10_000)
+def publish_frame(channel: int, exchange: str, routing_key: str) -> bytes:
+    return marshal(commands.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=True), channel)
+
+
+short_string = lru_cache(1_000)(encode.short_string)
+
+
+def content_header(message: ClaimedMessage, size: int, age: float) -> bytes:
+    """Properties in the order of their flags; every message has a type, delivery mode 2 (persistent), id and time."""
+    flags, fields = 0x90C0, short_string(message.content_type)
+    identity = b"\x24" + message.message_id.encode() + seconds(int(message.created_at.timestamp()))
+    if not message.headers and not message.properties and message.expires_in is None:
+        return content_head(60, 0, size, flags) + fields + b"\x02" + identity
+    if message.headers:
+        flags |= 0x2000
+        fields += encode.field_table(message.headers)
+    fields += b"\x02"
+    given = message.properties or {}
+    if "priority" in given:
+        flags |= 0x0800
+        fields += encode.octet(given["priority"])
+    for name, flag in (("correlation_id", 0x0400), ("reply_to", 0x0200)):
+        if name in given:
+            flags |= flag
+            fields += encode.short_string(given[name])
+    if message.expires_in is not None:
+        left = message.expires_in.total_seconds() - age
+        if left <= 0:
+            raise ExpiredError
+        flags |= 0x0100
+        fields += encode.short_string(str(min(max(int(left * 1000), 1), LONGEST_EXPIRATION)))
+    fields += identity
+    for name, flag in (("type", 0x0020), ("app_id", 0x0008)):
+        if name in given:
+            flags |= flag
+            fields += encode.short_string(given[name])
+    return content_head(60, 0, size, flags) + fields
+
+
+class ExpiredError(Exception):
+    """The message's life is over."""
+
+
+@contextlib.asynccontextmanager
+async def within(limit: float) -> AsyncIterator[None]:
+    """What the library raises, or does not finish, when the broker is away."""
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except asyncio.CancelledError as error:  # also what a call gets that waits when the connection is lost
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BrokerUnavailableError("the connection was lost") from error
+    except (OSError, TimeoutError, AMQPError, RuntimeError) as error:
+        raise BrokerUnavailableError(describe(error)) from error
+
+
+def code_of(error: BaseException | None) -> int:
+    """The broker's reply code; the library keeps the number itself only if it has no class for it."""
+    if not isinstance(error, ConnectionClosed):
+        return 0
+    return CODES.get(type(error)) or next((part for part in error.args if isinstance(part, int)), 0)
+
+
+def describe(error: BaseException | None) -> str:
+    return " ".join(str(error or "").split()) or (type(error).__name__ if error else "the connection was lost")

@@ -6,22 +6,46 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import Any
-from uuid import uuid4
+from typing import Any, TypeVar
+from uuid import UUID, uuid4
 
 from outbox.config import RelaySettings
-from outbox.errors import BrokerUnavailableError, UnavailableError
-from outbox.publish import Failed, Publisher, Sent, Unknown
-from outbox.store import Store
+from outbox.errors import BrokerUnavailableError, ConfigurationError, OutboxError, UnavailableError
+from outbox.publish import BEHIND, SENT, Failed, Outcome, Publisher, Refused, Sent, Unknown
+from outbox.store import ClaimedMessage, Store
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_FIRST = 0.5
-BACKOFF_LAST = 30.0
+BACKOFF_FIRST, BACKOFF_LAST = 0.2, 10.0
+KEEP_EVERY = 1.0
 CLEANUP_EVERY = 60.0
-# How soon to look again when a transaction with a message in it is about to end.
-COMMIT_WAIT = 0.02
+SAY_FAILED_EVERY = 10.0
+# A lease whose holder's session is gone ends 3 s later: what is older than this is asked for again before sending.
+FRESH = 2.0
+# Under the bell of another relay, which may be busy: never sleep longer.
+SLEEP_MOST = 1.0
+# How soon to look again while a transaction with a message in it is open.
+COMMIT_WAIT, COMMIT_WAIT_MOST = 0.005, 0.05
+# The operator closed the connection, or it was lost without a word: no message is to blame.
+INNOCENT = (0, 320)
+ACCESS_REFUSED, NOT_FOUND = 403, 404
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Messages under one lease. Times are monotonic and from before the call, so that no clock has to agree."""
+
+    token: UUID
+    messages: list[ClaimedMessage]
+    claimed_at: float
+    held_at: float
+    session: int
 
 
 class MessageRelay:
@@ -29,123 +53,418 @@ class MessageRelay:
 
     def __init__(self, dsn: str, amqp_url: str, **knobs: Any) -> None:
         self._settings = RelaySettings(dsn=dsn, amqp_url=amqp_url, **knobs)
+        self._store = Store(self._settings)
+        self._publisher: Publisher | None = None
+        self._batches: dict[Batch, asyncio.Task[None]] = {}
+        self._lost_claims: dict[UUID, float] = {}
+        self._unsettled = 0
+        self._careful = 0
         self._stopping = asyncio.Event()
-        self._backoff = BACKOFF_FIRST
-        self._carefully = False
+        self._wake = asyncio.Event()
+        self._listening = False
+        self._tested = asyncio.Event()
+        self._started = False
+        self._connecting = asyncio.Lock()
+        self._armed = False
+        self._emits_since: float | None = None
+        self._problems: dict[str, str] = {}
+        self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
+        self._error: OutboxError | None = None
+        self.sent = 0
+        self.failed = 0
 
     def stop(self) -> None:
-        """Ends run() after the batch in hand is settled."""
+        """Ends run() after what is in flight is settled."""
         self._stopping.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Raises ConfigurationError when only a person can help; waits and reconnects when a server is away."""
-        work = asyncio.create_task(self._work())
-        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                logger.info("stopping", extra={"action": "stop"})
-                await asyncio.wait({work}, timeout=self._settings.shutdown)
+            async with asyncio.TaskGroup() as self._tasks:
+                helpers = [self._tasks.create_task(self._keep()), self._tasks.create_task(self._listen())]
+                await self._work()
+                for helper in helpers:
+                    helper.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         finally:
-            stopping.cancel()
-            if not work.done():
-                logger.warning("stopped before the batch was settled; its lease runs out", extra={"action": "stop"})
-                work.cancel()
-            await asyncio.wait({work})
-        if not work.cancelled():
-            work.result()
+            if self._publisher is not None:
+                await self._publisher.close()
+            await self._store.close()
+        if self._error is not None:
+            raise self._error
 
     async def _work(self) -> None:
-        while not self._stopping.is_set():
-            careful = self._carefully
-            try:
-                async with Store(self._settings) as store, Publisher(self._settings) as publisher:
-                    logger.info("relay ready", extra={"action": "ready"})
-                    await self._forward(store, publisher)
-                    return
-            except UnavailableError as error:
-                # A batch that broke the session deserves one more try, which finds the message that did it.
-                if self._settings.once and careful == self._carefully:
-                    raise
-                logger.warning(
-                    "server unavailable, trying again",
-                    extra={"action": "retry", "kind": type(error).__name__, "error": str(error), "in": self._backoff},
-                )
-            await self._pause()
+        while not self._stopping.is_set() and not await self._ask(self._store.connect(), otherwise=False):
+            pass
+        await self._tested.wait()
+        await self._ask(self._store.connect(), otherwise=False)
+        if await self._broker() is not None:
+            self._started = True
+            logger.info("relay ready", extra={"action": "ready", "listening": self._listening})
+            await self._forward()
+        await self._finish()
 
-    async def _forward(self, store: Store, publisher: Publisher) -> None:
-        cleaned = monotonic()
+    # --- claiming
+
+    async def _forward(self) -> None:
         while not self._stopping.is_set():
-            handled = await self._batch(store, publisher)
-            self._backoff = BACKOFF_FIRST
-            if monotonic() - cleaned > CLEANUP_EVERY:
-                await store.cleanup()
-                await store.wait(0)  # forgets what was announced while we were busy
-                cleaned = monotonic()
-            if handled:
-                continue
-            if self._settings.once:
+            publisher = await self._broker()
+            if publisher is None:
                 return
-            await self._sleep(store, publisher)
+            self._report("sending", publisher.trouble)
+            # A window on its way and a batch ready to follow; but after a reconnect one message goes first, because a
+            # broker in trouble would be given a window of duplicates.
+            full = sum(len(batch.messages) for batch in self._batches) > (
+                self._settings.window if publisher.proven else 0
+            )
+            later = "broker" in self._backoff and monotonic() < self._backoff["broker"][0]
+            if later or publisher.trouble or self._unsettled or self._careful or full:
+                await self._pause(0.2)
+                continue
+            size = self._settings.batch_size if publisher.proven else 1
+            batch = await self._claim(size)
+            if self._armed and batch:
+                await self._disarm()
+            if batch and len(batch.messages) == size:
+                continue
+            if self._batches:
+                await self._pause(COMMIT_WAIT)
+                if batch or self._settings.once:
+                    continue
+            elif self._settings.once and "database" not in self._problems:
+                return
+            await self._sleep(size)
 
-    async def _batch(self, store: Store, publisher: Publisher) -> int:
-        if not publisher.is_open:
-            raise BrokerUnavailableError("the connection was lost")
-        token = uuid4()
-        messages = await store.claim(token)
+    async def _claim(self, size: int) -> Batch | None:
+        """Takes the next messages and starts to deliver them."""
+        token, begun = uuid4(), monotonic()
+        self._wake.clear()
+        messages = await self._ask(self._store.claim(token, size), None)
+        if messages is None:  # perhaps only the answer was lost
+            self._lost_claims[token] = begun + self._settings.statement_timeout
         if not messages:
-            return 0
-        outcomes = await publisher.publish(messages, carefully=self._carefully)
+            return None
+        batch = Batch(token, messages, begun, begun, self._store.sessions)
+        self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+        return batch
 
-        sent = [m.id for m, o in zip(messages, outcomes, strict=True) if isinstance(o, Sent)]
-        failed = [(m.id, o) for m, o in zip(messages, outcomes, strict=True) if isinstance(o, Failed)]
-        unknown = [o for o in outcomes if isinstance(o, Unknown)]
-        self._carefully = bool(unknown)
+    async def _sleep(self, size: int) -> None:
+        """Until messages come in, one is due, a batch is done, the poll interval is over, or stop() is called."""
+        seconds = self._settings.poll
+        if self._listening:
+            self._armed = bool(await self._ask(self._store.arm_wakeup(), None))
+            if not self._armed:
+                self._emits_since = self._emits_since or monotonic()
+                share = min(monotonic() - self._emits_since, 1.0)
+                await self._pause(COMMIT_WAIT + share * (COMMIT_WAIT_MOST - COMMIT_WAIT))
+                return
+            self._emits_since = None
+            # What was committed before we armed rang no bell: look once more.
+            if await self._claim(size):
+                await self._disarm()
+                return
+            seconds = min(seconds, SLEEP_MOST)
+        due = await self._ask(self._store.next_due(), None)
+        if not self._wake.is_set():
+            await self._pause(seconds if due is None else min(seconds, max(due, COMMIT_WAIT)))
+
+    async def _disarm(self) -> None:
+        self._armed = False
+        await self._ask(self._store.disarm_wakeup(), None)
+
+    # --- delivering
+
+    async def _deliver(self, batch: Batch) -> None:
+        try:
+            outcomes = await self._publish(batch, batch.messages, alone=False)
+            await self._settle(batch, batch.messages, outcomes)
+            if any(isinstance(outcome, Unknown) and outcome.code not in INNOCENT for outcome in outcomes):
+                # One of them closed the channel, or the connection, on all in flight. One by one tells which.
+                held = {m.key for m, o in zip(batch.messages, outcomes, strict=True) if isinstance(o, Failed | Refused)}
+                held.discard(None)
+                rest = [
+                    message
+                    for message, outcome in zip(batch.messages, outcomes, strict=True)
+                    if isinstance(outcome, Unknown) and message.key not in held
+                ]
+                self._careful += 1
+                try:
+                    again = await self._publish(batch, rest, alone=True)
+                finally:
+                    self._careful -= 1
+                await self._settle(batch, rest, again)
+                outcomes += again
+            self._take_stock(outcomes)
+            if any(outcome is not SENT for outcome in outcomes):
+                await self._persist(batch, self._store.release, batch.token)
+        finally:
+            del self._batches[batch]
+            self._wake.set()
+
+    async def _publish(self, batch: Batch, messages: list[ClaimedMessage], *, alone: bool) -> list[Outcome]:
+        """One outcome for each message. After one that fails, no other of its key is sent."""
+        if alone:
+            waves = [[message] for message in messages]
+        else:
+            waves = by_key(messages) if self._settings.strict_keys else [messages]
+        found: dict[int, Outcome] = {}
+        held: set[str | None] = set()
+        for wave in waves:
+            ready = [message for message in wave if message.key not in held] if held else wave
+            if not ready:
+                continue
+            # Who holds messages does not wait for the end of an outage, and sends one alone on a new connection.
+            publisher = await self._broker(patiently=False) if alone else self._publisher
+            if publisher is None or (len(ready) > 1 and not publisher.proven):
+                break
+            outcomes = await publisher.publish(ready, batch.claimed_at, partial(self._hold, batch), alone=alone)
+            if alone and isinstance(outcomes[0], Unknown) and outcomes[0].code not in INNOCENT:
+                outcomes = [self._judge(ready[0], outcomes[0], publisher)]
+            if len(waves) == 1:
+                return outcomes
+            for message, outcome in zip(ready, outcomes, strict=True):
+                found[message.id] = outcome
+                if outcome is not SENT and message.key is not None:
+                    held.add(message.key)
+            if any(isinstance(outcome, Unknown) and outcome is not BEHIND for outcome in outcomes):
+                break
+        return [found.get(message.id, BEHIND) for message in messages]
+
+    def _judge(self, message: ClaimedMessage, outcome: Unknown, publisher: Publisher) -> Outcome:
+        """What it means that the broker closed the channel when this message alone was in flight."""
+        missing = outcome.code in (ACCESS_REFUSED, NOT_FOUND) and "to topic" not in outcome.error
+        if missing and message.exchange == self._settings.exchange:
+            # Nobody's fault but the broker's: an outage, until the exchange is there again.
+            publisher.abort()
+            return Unknown(outcome.error)
+        return Failed(outcome.error, "unroutable" if outcome.code == NOT_FOUND else None)
+
+    async def _hold(self, batch: Batch) -> bool:
+        """Whether the batch is ours for long enough to be sent now."""
+        fresh = min(FRESH, self._settings.lease / 4)
+        if monotonic() - batch.held_at > fresh or batch.session != self._store.sessions:
+            await self._extend(batch)
+        return monotonic() - batch.held_at <= fresh
+
+    async def _extend(self, batch: Batch) -> None:
+        begun = monotonic()
+        kept = await self._ask(self._store.extend(batch.token), None)
+        if kept is not None:
+            batch.held_at = begun if kept else float("-inf")
+            batch.session = self._store.sessions
+
+    # --- settling
+
+    async def _settle(self, batch: Batch, messages: Sequence[ClaimedMessage], outcomes: Sequence[Outcome]) -> None:
+        sent = [message.id for message, outcome in zip(messages, outcomes, strict=True) if outcome is SENT]
+        failed = [(m.id, o.error, o.reason) for m, o in zip(messages, outcomes, strict=True) if isinstance(o, Failed)]
         settled = 0
         if sent:
-            settled += await store.mark_sent(token, sent)
+            settled += await self._persist(batch, self._store.mark_sent, batch.token, sent)
         if failed:
-            settled += await store.mark_failed(
-                token, [i for i, _ in failed], [o.error for _, o in failed], [o.reason for _, o in failed]
-            )
-        released = await store.release(token) if unknown else 0
-        logger.info(
-            "batch done",
-            extra={"action": "batch", "sent": len(sent), "failed": len(failed), "released": released,
-                   "lost": len(sent) + len(failed) - settled},
+            settled += await self._persist(batch, self._store.mark_failed, batch.token, *zip(*failed, strict=True))
+        self.sent += len(sent)
+        self.failed += len(failed)
+        logger.debug(
+            "batch settled",
+            extra={"action": "settle", "sent": len(sent), "failed": len(failed),
+                   "open": len(messages) - len(sent) - len(failed), "lost": len(sent) + len(failed) - settled},
         )  # fmt: skip
-        if unknown and not (sent or failed):
-            raise BrokerUnavailableError(unknown[0].error)
-        return len(messages)
 
-    async def _sleep(self, store: Store, publisher: Publisher) -> None:
-        if not await store.arm_wakeup():
-            await self._wait(COMMIT_WAIT)
-            return
-        # What was committed before we armed rang no bell: look once more.
-        if not await self._batch(store, publisher):
-            await self._listen(store)
-        await store.disarm_wakeup()
-
-    async def _listen(self, store: Store) -> None:
-        """Until messages come in, the poll interval is over, or somebody calls stop()."""
-        waiting = asyncio.create_task(store.wait(self._settings.poll))
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self._stopping.is_set():
-            waiting.cancel()
-            await asyncio.wait({waiting})
+    def _take_stock(self, outcomes: Sequence[Outcome]) -> None:
+        """A batch that got nowhere is not worth another try at once."""
+        refused = any(isinstance(outcome, Refused) for outcome in outcomes)
+        self._report("queue", "the broker refuses messages: a queue is full" if refused else None)
+        if any(isinstance(outcome, Sent | Failed) for outcome in outcomes):
+            self._backoff.pop("broker", None)
         else:
-            await waiting
+            error = next((o.error for o in outcomes if isinstance(o, Unknown)), "the broker refuses messages")
+            self._give_up(BrokerUnavailableError(error))
+            self._next_try("broker")
 
-    async def _pause(self) -> None:
-        # Spread out, so that relays which lost one server together do not come back together.
-        seconds = self._backoff * random.uniform(0.5, 1.0)  # noqa: S311 - no secret depends on it
-        self._backoff = min(self._backoff * 2, BACKOFF_LAST)
-        await self._wait(seconds)
+    async def _persist(self, batch: Batch, call: Any, *arguments: Any) -> int:
+        """Repeats a settling call until it gets through or the lease is over. Meanwhile nothing is claimed."""
+        failed = 0
+        try:
+            while (settled := await self._ask(call(*arguments), None)) is None:
+                self._unsettled += 1
+                failed += 1
+                if monotonic() > batch.held_at + self._settings.lease:
+                    logger.error("lease over before a batch was settled: it is sent again", extra={"action": "settle"})
+                    return 0
+        finally:
+            self._unsettled -= failed
+        return int(settled)
 
-    async def _wait(self, seconds: float) -> None:
+    # --- beside the loop
+
+    async def _keep(self) -> None:
+        """Holds leases, gives back what a lost answer may have claimed, cleans up."""
+        cleaned = said = monotonic()
+        failed = 0
+        while True:
+            await asyncio.sleep(min(KEEP_EVERY, self._settings.lease / 8))
+            now = monotonic()
+            for batch in list(self._batches):
+                if now - batch.held_at > self._settings.lease / 4 or batch.session != self._store.sessions:
+                    await self._extend(batch)
+            for token, until in list(self._lost_claims.items()):
+                if await self._ask(self._store.release(token), 0) or ("database" not in self._problems and now > until):
+                    del self._lost_claims[token]
+            if (
+                now - cleaned > CLEANUP_EVERY
+                and self._started
+                and not await self._ask(self._store.cleanup(), otherwise=False)
+            ):
+                cleaned = now
+            if self.failed > failed and now - said > SAY_FAILED_EVERY:
+                logger.warning("messages failed", extra={"action": "failed", "count": self.failed - failed})
+                failed, said = self.failed, now
+
+    async def _listen(self) -> None:
+        """Lets the doorbell wake us, where that works."""
+        seconds, silent = BACKOFF_FIRST, False
+        while True:
+            try:
+                await self._store.listen(self._on_listening, self._wake.set)
+            except OutboxError as error:
+                if self._listening or not silent:
+                    logger.warning("no notifications, polling instead", extra={"action": "listen", "error": str(error)})
+                if self._listening:
+                    seconds = BACKOFF_FIRST
+                silent, self._listening = True, False
+            self._tested.set()
+            await asyncio.sleep(jittered(seconds))
+            seconds = min(seconds * 2, CLEANUP_EVERY)
+
+    def _on_listening(self) -> None:
+        self._listening = True
+        self._tested.set()
+        self._wake.set()
+
+    async def _broker(self, *, patiently: bool = True) -> Publisher | None:
+        """The publisher, made anew if its connection is gone. None: it is time to stop, or the broker is away."""
+        while True:
+            async with self._connecting:
+                if self._publisher is not None and self._publisher.is_open:
+                    return self._publisher
+                if self._stopping.is_set():
+                    return None
+                if self._publisher is not None:
+                    self._report("broker", self._publisher.lost.error, "BrokerUnavailableError")
+                    await self._publisher.close()
+                try:
+                    self._publisher = await Publisher(self._settings).open()
+                    self._report("broker", None)
+                    continue
+                except (UnavailableError, ConfigurationError) as error:
+                    self._failed("broker", error)
+            if not patiently:
+                return None
+            await self._back_off("broker")
+
+    async def _finish(self) -> None:
+        """Lets what is in flight end; gives back the rest."""
+        logger.info("stopping", extra={"action": "stop", "batches": len(self._batches)})
+        limit = self._settings.shutdown
+        if self._batches:
+            await asyncio.wait(self._batches.values(), timeout=limit * 0.8)
+        if self._batches and self._publisher is not None:
+            self._publisher.abort()
+            await asyncio.wait(self._batches.values(), timeout=limit * 0.2)
+        for task in list(self._batches.values()):
+            logger.warning("stopped before a batch was settled: its lease runs out", extra={"action": "stop"})
+            task.cancel()
+        with contextlib.suppress(OutboxError, TimeoutError):
+            async with asyncio.timeout(max(limit * 0.2, 1.0)):
+                for token in self._lost_claims:
+                    await self._store.release(token)
+                if self._armed:
+                    await self._store.disarm_wakeup()
+                await self._store.ring()
+
+    # --- when a server is away
+
+    async def _ask(self, call: Awaitable[T], otherwise: T) -> T:
+        """What the database answers; when it is away, waits a little and returns the other value."""
+        try:
+            answer = await call
+        except (UnavailableError, ConfigurationError) as error:
+            self._failed("database", error)
+            await self._back_off("database")
+            return otherwise
+        self._backoff.pop("database", None)
+        self._report("database", None)
+        return answer
+
+    def _failed(self, server: str, error: OutboxError) -> None:
+        if isinstance(error, ConfigurationError) and not self._started:
+            raise error
+        self._report(server, str(error), type(error).__name__)
+        self._give_up(error)
+
+    def _give_up(self, error: OutboxError) -> None:
+        """Once means not to wait for better times."""
+        if self._settings.once and not self._stopping.is_set():
+            self._error = error
+            self.stop()
+
+    def _report(self, what: str, problem: str | None, kind: str = "") -> None:
+        """One line per change of state."""
+        before = self._problems.pop(what, None)
+        if problem is not None:
+            self._problems[what] = problem
+            if before is None:
+                logger.warning(
+                    "server unavailable, trying again" if kind else "not sending",
+                    extra={"action": "trouble", "what": what, "kind": kind, "error": problem},
+                )
+        elif before is not None and not self._problems and self._started:
+            logger.info("relay ready", extra={"action": "ready", "listening": self._listening})
+
+    def _next_try(self, server: str) -> float:
+        """When to try again. Whoever asks before that time shares it."""
+        at, seconds = self._backoff.get(server, (0.0, BACKOFF_FIRST / 2))
+        if monotonic() >= at:
+            # Spread out, so that relays which lost one server together do not come back together.
+            seconds = min(seconds * 2, BACKOFF_LAST)
+            at = monotonic() + jittered(seconds)
+            self._backoff[server] = (at, seconds)
+        return at
+
+    async def _back_off(self, server: str) -> None:
+        seconds = self._next_try(server) - monotonic()
+        if self._stopping.is_set():
+            await asyncio.sleep(min(seconds, BACKOFF_FIRST))
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        """Until something happens, for so long at most."""
+        if not self._stopping.is_set():
+            self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+
+def by_key(messages: Sequence[ClaimedMessage]) -> list[list[ClaimedMessage]]:
+    """Waves in which each key comes once, in order."""
+    waves: list[list[ClaimedMessage]] = []
+    seen: dict[str, int] = {}
+    for message in messages:
+        number = 0
+        if message.key is not None:
+            number = seen[message.key] = seen.get(message.key, -1) + 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(message)
+    return waves
+
+
+def jittered(seconds: float) -> float:
+    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - no secret depends on it

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
-from types import TracebackType
-from typing import Any, LiteralString, Self
+from importlib.metadata import version
+from typing import Any, LiteralString, NamedTuple
 from uuid import UUID
 
 import psycopg
-from psycopg.rows import class_row, scalar_row
+from psycopg.rows import args_row, scalar_row
 
 from outbox.config import RelaySettings
 from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError
@@ -21,7 +22,7 @@ from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError,
 VERSION = "select outbox.version()"
 HELLO = "select outbox.hello(name => %(name)s)"
 CLAIM_BATCH = """
-    select id, message_id, exchange, routing_key, key, body, content_type, headers, properties, expires_in,
+    select id, message_id::text, exchange, routing_key, key, body, content_type, headers, properties, expires_in,
            attempts, created_at
     from outbox.claim_batch(token => %(token)s, batch_size => %(batch_size)s, lease => %(lease)s,
                             max_bytes => %(max_bytes)s, relay => %(relay)s)
@@ -32,13 +33,18 @@ MARK_FAILED = """
                               reasons => %(reasons)s::text[])
 """
 RELEASE_BATCH = "select outbox.release_batch(token => %(token)s)"
+EXTEND_LEASE = "select outbox.extend_lease(token => %(token)s, lease => %(lease)s)"
 ARM_WAKEUP = "select outbox.arm_wakeup()"
 DISARM_WAKEUP = "select outbox.disarm_wakeup()"
-CLEANUP = "select outbox.cleanup()"
-LISTEN = "listen outbox"
-# Ends a statement shortly before the lease does: after that it would work on messages that are no longer ours.
+NEXT_DUE = "select extract(epoch from outbox.next_due() - clock_timestamp())::double precision"
+CLEANUP = "select (outbox.cleanup()).more"
+NOTIFY = "select pg_notify(%(channel)s, '')"
+# Marks need no sync of their own: a claim's covers those before it, and a lost one is only sent again.
 SESSION = """
     select set_config('statement_timeout', %(timeout)s, false),
+           set_config('synchronous_commit', 'off', false),
+           set_config('idle_session_timeout', '0', false),
+           set_config('default_transaction_read_only', 'off', false),
            set_config('default_transaction_isolation', 'read committed', false)
 """
 
@@ -51,16 +57,21 @@ NETWORK: dict[str, Any] = {
     "tcp_user_timeout": 15000,
     "fallback_application_name": "outbox relay",
 }
+# What the network may add to the time that the server allows a statement.
+ANSWER_MARGIN = 5.0
+LISTEN_TEST = 2.0
+LISTEN_CHECK = 30.0
 
 INSTALL_HINT = "run `create extension outbox` there, or `psql -f outbox-install.sql`"
 
+Connection = psycopg.AsyncConnection[Any]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimedMessage:
+
+class ClaimedMessage(NamedTuple):
     """One message to publish; the fields are those of the type outbox.claimed_message."""
 
     id: int
-    message_id: UUID
+    message_id: str
     exchange: str
     routing_key: str
     key: str | None
@@ -74,64 +85,56 @@ class ClaimedMessage:
 
 
 class Store:
-    """One database session of the relay: `async with Store(settings) as store`."""
+    """The relay's database session. A call that fails drops it, the next one makes a new one."""
 
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings
-        self._connection: psycopg.AsyncConnection[Any]
-        self._relay: int
+        self._connection: Connection | None = None
+        self._relay: int | None = None
+        self._lock = asyncio.Lock()
+        self.sessions = 0
+        # Whether a connection is a session of our own. A pooler's is not, and must not be given settings or locks.
+        self.private = False
 
-    async def __aenter__(self) -> Self:
-        async with self._translated():
-            # No prepared statements: they do not survive a pooler that shares sessions.
-            self._connection = await psycopg.AsyncConnection.connect(
-                self._settings.dsn, autocommit=True, prepare_threshold=None, **NETWORK
-            )
-        try:
-            await self._one(VERSION)
-            await self._one(SESSION, timeout=str(int(self._settings.lease * 900)))
-            async with self._translated():
-                await self._connection.execute(LISTEN)
-            self._relay = await self._one(HELLO, name=f"{socket.gethostname()} {os.getpid()}")
-        except BaseException:
-            await self._connection.close()
-            raise
-        return self
+    async def connect(self) -> bool:
+        """Makes the first session; whatever only a person can put right shows here."""
+        async with self._session():
+            return True
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._connection.close()
-
-    async def claim(self, token: UUID) -> list[ClaimedMessage]:
+    async def claim(self, token: UUID, batch_size: int) -> list[ClaimedMessage]:
         """Leases the next messages to the token. They come in the order in which they are to be published."""
-        arguments = {
-            "token": token,
-            "batch_size": self._settings.batch_size,
-            "lease": timedelta(seconds=self._settings.lease),
-            "max_bytes": self._settings.max_bytes,
-            "relay": self._relay,
-        }
         async with (
-            self._translated(),
-            self._connection.cursor(binary=True, row_factory=class_row(ClaimedMessage)) as cursor,
+            self._session() as connection,
+            connection.cursor(binary=True, row_factory=args_row(ClaimedMessage)) as cursor,
         ):
+            arguments = {
+                "token": token,
+                "batch_size": batch_size,
+                "lease": timedelta(seconds=self._settings.lease),
+                "max_bytes": self._settings.max_bytes,
+                "relay": self._relay,
+            }
             await cursor.execute(CLAIM_BATCH, arguments)
             return await cursor.fetchall()
 
     async def mark_sent(self, token: UUID, ids: Sequence[int]) -> int:
         """Returns how many were settled: fewer than given means that the lease was lost."""
-        return int(await self._one(MARK_SENT, token=token, ids=list(ids)))
+        return int(await self._one(MARK_SENT, token=token, ids=array(ids)))
 
     async def mark_failed(
         self, token: UUID, ids: Sequence[int], errors: Sequence[str], reasons: Sequence[str | None]
     ) -> int:
         """What a failure leads to (back-off, dead letter) is decided by the database."""
-        return int(await self._one(MARK_FAILED, token=token, ids=list(ids), errors=list(errors), reasons=list(reasons)))
+        lists = {"errors": list(errors), "reasons": list(reasons)}
+        return int(await self._one(MARK_FAILED, token=token, ids=array(ids), **lists))
 
     async def release(self, token: UUID) -> int:
         """Gives back what the token still holds; no attempt is counted."""
         return int(await self._one(RELEASE_BATCH, token=token))
+
+    async def extend(self, token: UUID) -> bool:
+        """Holds a claim for another lease. False: nothing is held under this token any more."""
+        return bool(await self._one(EXTEND_LEASE, token=token, lease=timedelta(seconds=self._settings.lease)))
 
     async def arm_wakeup(self) -> bool:
         """Asks for a notification of the next emit. False: one is on its way now, so look again soon instead."""
@@ -140,42 +143,158 @@ class Store:
     async def disarm_wakeup(self) -> None:
         await self._one(DISARM_WAKEUP)
 
-    async def cleanup(self) -> None:
-        await self._one(CLEANUP)
+    async def next_due(self) -> float | None:
+        """Seconds until there is something to do that nobody will announce."""
+        seconds: float | None = await self._one(NEXT_DUE)
+        return seconds
 
-    async def wait(self, timeout: float) -> None:  # noqa: ASYNC109 - the driver measures it and keeps the connection
-        """Returns when the database says that messages came in, or after the time-out."""
-        async with self._translated():
-            async for _ in self._connection.notifies(timeout=timeout, stop_after=1):
-                pass
+    async def cleanup(self) -> bool:
+        """Returns whether there is more to remove."""
+        return bool(await self._one(CLEANUP))
+
+    async def ring(self) -> None:
+        """Wakes the relays that sleep: they may have relied on this one."""
+        await self._one(NOTIFY, channel="outbox")
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(psycopg.Error):
+                await connection.close()
+
+    async def listen(self, ready: Callable[[], None], heard: Callable[[], None]) -> None:
+        """Calls heard() at each announcement of new messages, on a connection of its own; ends by an error."""
+        connection = await self._connect()
+        try:
+            await self._test_listening(connection)
+            async with translated(connection), self._deadline(connection):
+                await connection.execute("listen outbox")
+            async with self._lock:
+                if not self.private:
+                    self.private = True
+                    await self.close()  # the next session is made as one of our own
+            ready()
+            while True:
+                async with translated(connection):
+                    async for _ in connection.notifies(timeout=LISTEN_CHECK):
+                        heard()
+                    async with self._deadline(connection):  # a silent peer may be a dead one
+                        await connection.execute("select")
+        finally:
+            with suppress(psycopg.Error):
+                await connection.close()
+
+    async def _test_listening(self, connection: Connection) -> None:
+        """Behind a pooler that shares sessions, LISTEN succeeds and nothing ever arrives."""
+        channel = f"outbox_{secrets.token_hex(8)}"
+        async with translated(connection):
+            async with self._deadline(connection):
+                await connection.execute(f"listen {channel}".encode())
+            # By the other connection: a shared session would hear itself.
+            await self._one(NOTIFY, channel=channel)
+            async for _ in connection.notifies(timeout=LISTEN_TEST, stop_after=1):
+                break
+            else:
+                raise PooledError("notifications do not arrive: a pooler is in between, or the server is very slow")
+            async with self._deadline(connection):
+                await connection.execute(f"unlisten {channel}".encode())
 
     async def _one(self, statement: LiteralString, **arguments: Any) -> Any:
-        async with self._translated(), self._connection.cursor(row_factory=scalar_row) as cursor:
+        async with self._session() as connection, connection.cursor(row_factory=scalar_row) as cursor:
             await cursor.execute(statement, arguments)
             return await cursor.fetchone()
 
     @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
+    async def _session(self) -> AsyncIterator[Connection]:
+        """The session, to one caller at a time. Whatever goes wrong in it ends it."""
+        async with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = await self._connect()
+                    await self._introduce(self._connection)
+                    self.sessions += 1
+                async with translated(self._connection), self._deadline(self._connection):
+                    yield self._connection
+            except BaseException:
+                await self.close()
+                raise
+
+    async def _connect(self) -> Connection:
+        async with translated(None):
+            # No prepared statements: they do not survive a pooler that shares sessions.
+            return await psycopg.AsyncConnection.connect(
+                self._settings.dsn, autocommit=True, prepare_threshold=None, **NETWORK
+            )
+
+    async def _introduce(self, connection: Connection) -> None:
+        async with (
+            translated(connection),
+            self._deadline(connection),
+            connection.cursor(row_factory=scalar_row) as cursor,
+        ):
+            await cursor.execute(VERSION)
+            found, ours = str(await cursor.fetchone()), version("pg-outbox")
+            if found.partition(".")[0] != ours.partition(".")[0]:
+                raise ConfigurationError(
+                    f"the database has outbox {found}, this is {ours}: upgrade the older one, the database first"
+                )
+            self._relay = None
+            if self.private:
+                await cursor.execute(SESSION, {"timeout": str(int(self._settings.statement_timeout * 1000))})
+                await cursor.execute(HELLO, {"name": f"{socket.gethostname()} {os.getpid()}"})
+                self._relay = await cursor.fetchone()
+
+    @asynccontextmanager
+    async def _deadline(self, connection: Connection) -> AsyncIterator[None]:
+        """Cuts a connection on which nothing comes: to cancel the call would take the driver ten more seconds."""
+        loop, limit = asyncio.get_running_loop(), self._settings.statement_timeout
+        timer = loop.call_later(limit + min(limit, ANSWER_MARGIN), cut, connection.fileno())
         try:
             yield
-        except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction) as error:
-            raise NotInstalledError(
-                f"database {self._connection.info.dbname!r} does not have the package outbox: {INSTALL_HINT}"
-            ) from error
-        except psycopg.errors.InsufficientPrivilege as error:
-            raise ConfigurationError(
-                f"role {self._connection.info.user!r} may not relay: {one_line(error)};"
-                " the owner of the package can grant it what the section Rights of the README lists"
-            ) from error
-        except psycopg.ProgrammingError as error:
-            if error.sqlstate is None:  # raised by the driver: the DSN cannot be read
-                raise ConfigurationError(f"--dsn cannot be read: {one_line(error)}") from error
-            raise DatabaseUnavailableError(one_line(error)) from error
-        except psycopg.Error as error:
-            if error.sqlstate in BY_CODE:
-                hint = f" ({error.diag.message_hint})" if error.diag.message_hint else ""
-                raise BY_CODE[error.sqlstate](one_line(error) + hint) from error
-            raise DatabaseUnavailableError(one_line(error)) from error
+        except psycopg.OperationalError as error:
+            if timer.when() > loop.time():
+                raise
+            raise DatabaseUnavailableError("the database did not answer in time") from error
+        finally:
+            timer.cancel()
+
+
+class PooledError(DatabaseUnavailableError):
+    """The connection is not a session of our own."""
+
+
+@asynccontextmanager
+async def translated(connection: Connection | None) -> AsyncIterator[None]:
+    try:
+        yield
+    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction) as error:
+        name = connection.info.dbname if connection else ""
+        raise NotInstalledError(f"database {name!r} does not have the package outbox: {INSTALL_HINT}") from error
+    except psycopg.errors.InsufficientPrivilege as error:
+        user = connection.info.user if connection else ""
+        raise ConfigurationError(
+            f"role {user!r} may not relay: {one_line(error)};"
+            " the owner of the package can grant it what the section Rights of the README lists"
+        ) from error
+    except psycopg.ProgrammingError as error:
+        if error.sqlstate is None:  # raised by the driver: the DSN cannot be read
+            raise ConfigurationError(f"--dsn cannot be read: {one_line(error)}") from error
+        raise DatabaseUnavailableError(one_line(error)) from error
+    except psycopg.Error as error:
+        if error.sqlstate in BY_CODE:
+            hint = f" ({error.diag.message_hint})" if error.diag.message_hint else ""
+            raise BY_CODE[error.sqlstate](one_line(error) + hint) from error
+        raise DatabaseUnavailableError(one_line(error)) from error
+
+
+def cut(descriptor: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as link, suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def array(ids: Sequence[int]) -> str:
+    """As the driver would write it, in a third of the time."""
+    return "{" + ",".join(map(str, ids)) + "}"
 
 
 def one_line(error: psycopg.Error) -> str:
