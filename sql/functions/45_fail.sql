@@ -188,16 +188,24 @@ begin
         returning k.lane, k.key, k.head_id
     )
     update outbox.message as m
-    set due_at = case when m.id < a.head_id then v_now else 'infinity' end
-    from after as a
-    left join before as b
-        on b.lane = a.lane
-        and b.key = a.key
-    where m.lane = a.lane
-      and m.key = a.key
-      -- The head before this one waits behind it now; what was held and is older, and in our hands, need not wait for it.
-      and (m.id = b.head_id and a.head_id < b.head_id
-           or m.due_at = 'infinity' and m.id < a.head_id and m.id <> all (v_ids));
+    set due_at = 'infinity'
+    from before as b
+    join after as a
+        on a.lane = b.lane
+        and a.key = b.key
+    where m.id = b.head_id
+      and a.head_id < b.head_id;
+    -- What was held, is older and in our hands need not wait for the new head, should it come back.
+    update outbox.message as m
+    set due_at = v_now
+    from outbox.held_key as k
+    where k.lane in (select l.lane from outbox.lane as l where l.token = mark_failed.token)
+      and k.head_id = any (v_ids)
+      and m.lane = k.lane
+      and m.key = k.key
+      and m.due_at = 'infinity'
+      and m.id < k.head_id
+      and m.id <> all (v_ids);
 
     update outbox.message as m
     set attempts = m.attempts + mark_failed.counts::integer,
