@@ -8,7 +8,7 @@ SUITE   = @exec $(PYTHON) tests/run.py --parent $$PPID
 SERVERS = $(PYTHON) tests/servers.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pgtap isolation bench up down env build install provision lock clean
+.PHONY: help demo test test-long lint pgtap isolation bench up down env build install provision lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -18,6 +18,9 @@ demo: provision ## a little shop, a relay and a consumer on servers of their own
 
 test: ## the whole suite on servers of its own
 	$(SUITE)
+
+test-long: ## the same, and every fault, repeated, on both kinds of queue; a million messages
+	@exec env OUTBOX_LONG=1 $(PYTHON) tests/run.py --parent $$PPID
 
 lint: ## ruff, mypy, pgspot, plpgsql_check and the house rules
 	$(SUITE) lint

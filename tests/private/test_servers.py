@@ -76,8 +76,13 @@ class Run:
 
     def __init__(self, clone: Path, only: str = "") -> None:
         self.told = clone / "told"
+        # As a terminal starts it: whoever runs the tests in the background has these signals ignored.
+        reset = "import os, signal, sys; [signal.signal(s, 0) for s in (1, 2)]; os.execvp(sys.argv[1], sys.argv[1:])"
         self.process = subprocess.Popen(
-            ["make", "wait", f"ONLY={only}"], cwd=clone, process_group=0, stderr=subprocess.PIPE
+            [sys.executable, "-c", reset, "make", "wait", f"ONLY={only}"],
+            cwd=clone,
+            process_group=0,
+            stderr=subprocess.PIPE,
         )
 
     def __enter__(self) -> Self:
