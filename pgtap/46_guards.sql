@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(71);
+select plan(119);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -206,7 +206,7 @@ select is(pg_temp.claim(1), 'other older failed due due too', 'five are handed o
 call pg_temp.fail(1, '{due,due too}');
 call pg_temp.fail(1, '{failed}');
 select outbox.release_batch(pg_temp.token(1)) as released \gset
-select is(pg_temp.claim(1), 'due due too other older', 'one that failed waits for an older one of its key; what else is due does not');
+select is(pg_temp.claim(1), 'due due too older failed other', 'one that failed waits for an older one of its key; what else is due does not');
 select outbox.emit('newer', '1', key => pg_temp.key_of(1)) as newer \gset
 select outbox.mark_sent(pg_temp.token(1), array[:older]) as sent, outbox.release_batch(pg_temp.token(1)) as released \gset
 call pg_temp.look_again();
@@ -310,6 +310,159 @@ update outbox.message set due_at = clock_timestamp();
 call pg_temp.look_again();
 select is(pg_temp.claim(1), 'sooner', 'a due message is in flight');
 select is(outbox.next_due(), null, 'then nobody waits for it');
+
+-- The proof by xid: only a transaction that had no xid before can begin one, and this one has.
+update outbox.horizon
+set safe_id = 1, pending_id = null, pending_xid = null, noted_id = 2, noted_xids = '{}', moved_at = '-infinity', checked_at = '-infinity', version = version + 1;
+select is(outbox.mark_sent(gen_random_uuid(), '{}'), 0, 'a settling call');
+select is((select pending_id from outbox.horizon), null, 'in a transaction that has written begins no proof by xid');
+select is((select safe_id from outbox.horizon), 2::bigint, 'it ends one by lock holders');
+select cmp_ok((select moved_at from outbox.horizon), '>', clock_timestamp() - interval '1 min', 'and says when');
+update outbox.horizon
+set safe_id = 1, noted_id = 2, noted_xids = array[pg_current_xact_id()], noted_at = '-infinity', moved_at = '-infinity', checked_at = '-infinity', version = version + 1;
+select outbox.mark_sent(gen_random_uuid(), '{}') as settled \gset
+select is((select noted_id from outbox.horizon), 2::bigint, 'one under way is not begun anew');
+update outbox.horizon
+set noted_id = null, noted_xids = null, noted_at = clock_timestamp() + interval '1 min', moved_at = '-infinity', checked_at = '-infinity', version = version + 1;
+select outbox.mark_sent(gen_random_uuid(), '{}') as settled \gset
+select is((select noted_id from outbox.horizon), null, 'nor so soon after another');
+savepoint later;
+create temporary table later (n integer) on commit drop;
+rollback to savepoint later;
+select is(outbox._any_in_progress(xids), answer, rule)
+from (values
+    ('{}'::xid8[], false, 'none is in progress'),
+    (array['3'::xid8], false, 'nor is one that has ended long ago'),
+    (array[pg_current_xact_id()], true, 'this one is, and younger ones have ended'),
+    (array['3'::xid8, '1000000000000'], true, 'so is one that is still to come')
+) as v (xids, answer, rule);
+select ok(not pg_current_xact_id() = any (outbox._emitter_xids()), 'the own transaction is not waited for');
+
+-- Settling.
+call pg_temp.start_over();
+select outbox.emit('m' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 3) as n \g /dev/null
+select outbox.emit('other', '1', key => pg_temp.key_of(2)) as other, length(pg_temp.claim(1, relay => 42)) as claimed \gset
+select is(outbox.mark_sent(pg_temp.token(1), pg_temp.ids_of('{m2}')), 1, 'one of a lane is settled');
+select is((select relay from pg_temp.lane(1)), 42::bigint, 'the lane still knows its relay');
+select set_config('outbox.relay', '', true) as relay, outbox.extend_lease(pg_temp.token(1), '1 min') as extended \gset
+select is((select relay from pg_temp.lane(1)), 42::bigint, 'extended by a session that is no relay: the same');
+update outbox.lane set relay = null;
+select set_config('outbox.relay', '43', true) as relay, outbox.extend_lease(pg_temp.token(1), '1 min') as extended \gset
+select is((select relay from pg_temp.lane(1)), null, 'a lease without a relay stays without one');
+create function pg_temp.locked_lanes() returns bigint language sql as $$
+    select count(*) from outbox.lane as l where l.xmax::text = pg_current_xact_id()::xid::text;
+$$;
+select pg_temp.locked_lanes() as locked \gset
+select outbox.release_batch(pg_temp.token(2)), outbox.extend_lease(pg_temp.token(2), '1 min'), outbox.mark_sent(pg_temp.token(2), '{1}') \g /dev/null
+select is(pg_temp.locked_lanes(), :locked::bigint, 'a token that holds nothing locks nothing');
+select is(outbox.release_batch(pg_temp.token(1)), 3, 'released: two of one lane and one of another');
+
+-- The floor of a lane that is given back.
+call pg_temp.start_over();
+update outbox.lane set floor = 0, reach = 0;
+update outbox.horizon set safe_id = 0, noted_id = null, noted_xids = null, checked_at = clock_timestamp() + interval '1 min', version = version + 1;
+select outbox.emit('m1', '1', key => pg_temp.key_of(1)) as m1, pg_temp.claim(1) as claimed, outbox.release_batch(pg_temp.token(1)) as released \gset
+select is((select floor from pg_temp.lane(1)), 1::bigint, 'it stays where nothing is proven');
+update outbox.horizon set safe_id = 5, version = version + 1;
+update outbox.message set due_at = clock_timestamp();
+call pg_temp.look_again();
+select is(pg_temp.claim(1), 'm1', 'a due message is handed out');
+select outbox.release_batch(pg_temp.token(1)) as released \gset
+select is((select floor from pg_temp.lane(1)), 6::bigint, 'and given back: it follows the proof, and no further');
+
+-- The first suspect is settled: the next one is accused of nothing.
+call pg_temp.start_over();
+select outbox.emit('s1', '1', key => pg_temp.key_of(1)) as s1, outbox.emit('s2', '1', key => pg_temp.key_of(1)) as s2 \gset
+update outbox.lane set suspects = array[:s1, :s2], kills = 3 where lane = 1;
+select is(pg_temp.claim(1), 's1', 'the first suspect is handed out');
+select pg_temp.settle(1) as settled \gset
+select is((select row(suspects, kills) from pg_temp.lane(1))::text, format('({%s},0)', :s2), 'and settled: the count begins anew');
+
+-- Dead and parked.
+select throws_ok(
+    $$select outbox.mark_failed(gen_random_uuid(), '{1}', '{x}', retry_in => '{10 years 1 us}')$$, 'OB011', 'retry_in must lie between 0 and 10 years', 'retry_in over 10 years'
+);
+create function pg_temp.head_of(key text) returns bigint language sql as 'select k.head_id from outbox.held_key as k where k.key = $1';
+select outbox.configure('on_dead', 'park') as configured \gset
+call pg_temp.start_over();
+select
+    outbox.emit('none', '1') as none,
+    outbox.emit('p1', '1', key => pg_temp.key_of(1)) as p1, outbox.emit('p2', '1', key => pg_temp.key_of(1)) as p2, outbox.emit('p3', '1', key => pg_temp.key_of(1)) as p3,
+    outbox.emit('q1', '1', key => pg_temp.key_of(1, 2)) as q1, outbox.emit('q2', '1', key => pg_temp.key_of(1, 2)) as q2
+\gset
+select outbox._bury(array[:none], '{rejected}', '{x}', 1) \g /dev/null
+select is((select parked from outbox.dead_letter where id = :none), false, 'a message without a key parks nothing');
+select outbox._bury(array[:p1, :q1], '{rejected,rejected}', '{x,x}', 1) \g /dev/null
+select outbox._bury(array[:p3], '{expired}', null, 0) \g /dev/null
+select outbox._bury(array[:p2], '{expired}', null, 0) \g /dev/null
+select is(pg_temp.head_of(pg_temp.key_of(1)), :p1::bigint, 'a key waits for the first that died');
+update outbox.dead_letter set dead_at = clock_timestamp() - interval '1 h' where id = :p1;
+select is(outbox.purge_dead('30 min'), 1, 'that is purged');
+select is(pg_temp.head_of(pg_temp.key_of(1)), :p2::bigint, 'then it waits for the next');
+update outbox.dead_letter set dead_at = clock_timestamp() - interval '1 h' where key = pg_temp.key_of(1);
+select is(outbox.purge_dead('30 min'), 2, 'all are purged');
+select is(pg_temp.head_of(pg_temp.key_of(1)), null, 'then for nothing, whatever other keys wait for');
+select is(pg_temp.head_of(pg_temp.key_of(1, 2)), :q1::bigint, 'and they still do');
+select outbox.configure('on_dead', null) as configured \gset
+select outbox._purge_dead(clock_timestamp() + interval '1 h', 1) as purged \gset
+select is((select array_agg(id) from outbox.dead_letter), array[:q1::bigint], 'the longest dead go first');
+
+-- What a failure changes, and what not.
+create procedure pg_temp.hand_out(n integer, ids bigint[]) language sql as $$
+    update outbox.lane
+    set token = pg_temp.token(n), leased_until = clock_timestamp() + interval '1 min', handed = ids, version = version + 1
+    where lane = 1;
+$$;
+create function pg_temp.state(name text) returns text language sql as $$
+    select case m.due_at when 'infinity' then 'held' else case when m.due_at is null then 'ready' else 'due' end end || ' ' || m.attempts
+    from outbox.message as m
+    where m.routing_key = name;
+$$;
+call pg_temp.start_over();
+select outbox.emit('keyless', '1') as keyless \gset
+update outbox.message set lane = 1;
+select
+    outbox.emit('a1', '1', key => pg_temp.key_of(1)) as a1, outbox.emit('a2', '1', key => pg_temp.key_of(1)) as a2,
+    outbox.emit('b1', '1', key => pg_temp.key_of(1, 2)) as b1, outbox.emit('b2', '1', key => pg_temp.key_of(1, 2)) as b2,
+    outbox.emit('foreign', '1', key => pg_temp.key_of(2)) as foreign
+\gset
+call pg_temp.hand_out(1, array[:keyless, :a2, :b1]);
+select is(outbox.mark_failed(pg_temp.token(1), array[:keyless, :a2, :b1, :foreign], '{x,x,x,x}'), 3, 'three of four are failed by who has them');
+select is(pg_temp.state('keyless'), 'due 1', 'one without a key waits for its time');
+select is(pg_temp.state('a2'), 'due 1', 'so does the first of a key');
+select is(pg_temp.state('foreign'), 'ready 0', 'what somebody else has is left alone');
+call pg_temp.hand_out(1, array[:a1, :b2]);
+select is(outbox.mark_failed(pg_temp.token(1), array[:a1, :b2], '{x,x}'), 2, 'an older one of the first key fails, a newer one of the second');
+select is(
+    array(select name || ' ' || pg_temp.state(name) from unnest(array['a1', 'a2', 'b1', 'b2', 'foreign']) as name),
+    array['a1 due 1', 'a2 held 1', 'b1 due 1', 'b2 held 1', 'foreign ready 0'], 'each key waits for its oldest, and no other message'
+);
+
+-- The sweep lets go of keys that wait for nothing, and of no other.
+select outbox._sweep() \g /dev/null
+select is(array[pg_temp.head_of(pg_temp.key_of(1)), pg_temp.head_of(pg_temp.key_of(1, 2))], array[:a1, :b1]::bigint[], 'it leaves a key that waits for a failing message');
+update outbox.dead_letter set parked = true, lane = 2, key = pg_temp.key_of(2);
+insert into outbox.held_key (lane, key, head_id) select d.lane, d.key, d.id from outbox.dead_letter as d;
+insert into outbox.held_key (lane, key, head_id) values (3, pg_temp.key_of(3), 0);
+select outbox._sweep() \g /dev/null
+select is(pg_temp.head_of(pg_temp.key_of(2)), (select id from outbox.dead_letter), 'and one that waits for a dead one');
+select is(pg_temp.head_of(pg_temp.key_of(3)), null, 'but not one that waits for nothing');
+update outbox.dead_letter set parked = false;
+select outbox._sweep() \g /dev/null
+select is(pg_temp.head_of(pg_temp.key_of(2)), null, 'nor for a dead one that holds nothing');
+-- The sequence was set back: nothing that was noted before holds.
+update outbox.horizon set safe_id = 1000000000000, noted_id = 1000000000000, noted_xids = '{}', version = version + 1;
+update outbox.lane set reach = 1000000000000;
+select outbox._sweep() \g /dev/null
+select is((select noted_id from outbox.horizon), null, 'a proof by lock holders is forgotten');
+select is((select max(reach) from outbox.lane), 0::bigint, 'and how far claims in flight had read');
+
+-- Going back to the default concerns one setting.
+select outbox.configure('max_attempts', '5') as one, outbox.configure('retry_jitter', '0') as other, outbox.configure('max_attempts', null) as back \gset
+select outbox.pause() as paused, outbox.resume() as resumed \gset
+select is((select array_agg(name || ' ' || value) from outbox.setting), array['retry_jitter 0'], 'the others stay as they are');
+select throws_ok(format('select outbox.configure(%L, %L)', name, value), 'OB020', format('value cannot be taken for %s', name), format('%s %s', name, value))
+from (values ('dedup_window', '999999 us'), ('dedup_window', '365 days 1 us'), ('retention', '-1 us'), ('dead_retention', '-1 us')) as v (name, value);
 
 select * from finish();
 rollback;

@@ -447,24 +447,6 @@ begin
               and k.lane = v_lane
               and k.key = m.key
               and (k.head_id is null or k.head_id < m.id);
-            -- A failed message waits for those of its key that were emitted before it and given back.
-            v_ids := array(
-                select i.id
-                from unnest(v_ids) with ordinality as i (id, n)
-                where not exists (
-                    select
-                    from outbox.held_key as k
-                    join outbox.message as r
-                        on r.lane = k.lane
-                        and r.key = k.key
-                    where k.lane = v_lane
-                      and k.head_id = i.id
-                      and r.due_at is null
-                      and r.id >= v_floor
-                      and r.id < i.id
-                )
-                order by i.n
-            );
         end if;
         v_part := outbox._admit(v_part, v_ids, false, _take.room, _take.first);
     end if;

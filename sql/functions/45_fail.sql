@@ -195,17 +195,21 @@ begin
         and a.key = b.key
     where m.id = b.head_id
       and a.head_id < b.head_id;
-    -- What was held, is older and in our hands need not wait for the new head, should it come back.
+    -- Older ones of the key that are in the same hands and unsettled: should they come back, they go before the new head.
     update outbox.message as m
     set due_at = v_now
     from outbox.held_key as k
-    where k.lane in (select l.lane from outbox.lane as l where l.token = mark_failed.token)
+    where m.id in (
+          select h.id
+          from outbox.lane as l
+          cross join lateral unnest(l.handed) as h (id)
+          where l.token = mark_failed.token
+      )
+      and m.id <> all (v_ids)
+      and k.lane = m.lane
+      and k.key = m.key
       and k.head_id = any (v_ids)
-      and m.lane = k.lane
-      and m.key = k.key
-      and m.due_at = 'infinity'
-      and m.id < k.head_id
-      and m.id <> all (v_ids);
+      and m.id < k.head_id;
 
     update outbox.message as m
     set attempts = m.attempts + mark_failed.counts::integer,
