@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(119);
+select plan(122);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -192,25 +192,37 @@ select pg_temp.settle(1) as settled \gset
 call pg_temp.look_again();
 select is(pg_temp.claim(1), 'e2 e3', 'then the others, in order');
 
--- A failed message waits for older ones of its key, and for nothing else.
+-- A message fails: what its key has in the same hands, and what not.
 call pg_temp.start_over();
 select
     outbox.emit('delayed', '1', key => pg_temp.key_of(1), delay => '1 h') as delayed,
     outbox.emit('other', '1', key => pg_temp.key_of(1, 2)) as other,
     outbox.emit('older', '1', key => pg_temp.key_of(1)) as older,
     outbox.emit('failed', '1', key => pg_temp.key_of(1)) as failed,
+    outbox.emit('after', '1', key => pg_temp.key_of(1)) as after,
     outbox.emit('due', '1', key => pg_temp.key_of(1, 3)) as due,
     outbox.emit('due too', '1', key => pg_temp.key_of(1, 4)) as due_too
 \gset
-select is(pg_temp.claim(1), 'other older failed due due too', 'five are handed out');
+select is(pg_temp.claim(1), 'other older failed after due due too', 'six are handed out');
 call pg_temp.fail(1, '{due,due too}');
 call pg_temp.fail(1, '{failed}');
+select ok((select due_at > clock_timestamp() + interval '30 min' from outbox.message where id = :delayed), 'an older one that waits for its time goes on waiting');
+select is(
+    (select array_agg(routing_key order by id) from outbox.message where due_at is null), array['other', 'after'], 'another key and a newer one stay as they are'
+);
 select outbox.release_batch(pg_temp.token(1)) as released \gset
-select is(pg_temp.claim(1), 'due due too older failed other', 'one that failed waits for an older one of its key; what else is due does not');
-select outbox.emit('newer', '1', key => pg_temp.key_of(1)) as newer \gset
-select outbox.mark_sent(pg_temp.token(1), array[:older]) as sent, outbox.release_batch(pg_temp.token(1)) as released \gset
-call pg_temp.look_again();
-select is(pg_temp.claim(1), 'due due too failed other', 'it waits for no other key, for nothing later and for nothing newer');
+select is(pg_temp.claim(1), 'due due too older failed other', 'an older one comes back before it, a newer one waits');
+
+call pg_temp.start_over();
+select outbox.emit('older', '1', key => pg_temp.key_of(1)) as older, outbox.emit('head', '1', key => pg_temp.key_of(1), delay => '1 h') as head \gset
+insert into outbox.held_key (lane, key, head_id) values (1, pg_temp.key_of(1), :head);
+select is(pg_temp.claim(1), 'older', 'a ready one that is older than the head of its key does not wait for it');
+call pg_temp.start_over();
+select
+    outbox.emit('first', '1', key => pg_temp.key_of(1)) as first, outbox.emit('second', '1', key => pg_temp.key_of(1), delay => '1 h') as second \gset
+insert into outbox.held_key (lane, key) values (1, pg_temp.key_of(1));
+update outbox.message set due_at = case id when :first then 'infinity' else clock_timestamp() end;
+select is(pg_temp.claim(1), 'first second', 'one whose time has come stays behind what its key still holds');
 
 -- Keys that go on and keys that wait, in one lane.
 call pg_temp.start_over();
@@ -339,6 +351,12 @@ from (values
 select ok(not pg_current_xact_id() = any (outbox._emitter_xids()), 'the own transaction is not waited for');
 
 -- Settling.
+create function pg_temp.locked_lanes() returns bigint language sql as $$
+    select count(*) from outbox.lane as l where l.xmax::text = pg_current_xact_id()::xid::text;
+$$;
+select pg_temp.locked_lanes() as locked \gset
+select outbox.extend_lease(pg_temp.token(2), '1 min'), outbox.release_batch(pg_temp.token(2)), outbox.mark_sent(pg_temp.token(2), '{1}') \g /dev/null
+select is(pg_temp.locked_lanes(), :locked::bigint, 'a token that holds nothing locks nothing');
 call pg_temp.start_over();
 select outbox.emit('m' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 3) as n \g /dev/null
 select outbox.emit('other', '1', key => pg_temp.key_of(2)) as other, length(pg_temp.claim(1, relay => 42)) as claimed \gset
@@ -349,12 +367,6 @@ select is((select relay from pg_temp.lane(1)), 42::bigint, 'extended by a sessio
 update outbox.lane set relay = null;
 select set_config('outbox.relay', '43', true) as relay, outbox.extend_lease(pg_temp.token(1), '1 min') as extended \gset
 select is((select relay from pg_temp.lane(1)), null, 'a lease without a relay stays without one');
-create function pg_temp.locked_lanes() returns bigint language sql as $$
-    select count(*) from outbox.lane as l where l.xmax::text = pg_current_xact_id()::xid::text;
-$$;
-select pg_temp.locked_lanes() as locked \gset
-select outbox.release_batch(pg_temp.token(2)), outbox.extend_lease(pg_temp.token(2), '1 min'), outbox.mark_sent(pg_temp.token(2), '{1}') \g /dev/null
-select is(pg_temp.locked_lanes(), :locked::bigint, 'a token that holds nothing locks nothing');
 select is(outbox.release_batch(pg_temp.token(1)), 3, 'released: two of one lane and one of another');
 
 -- The floor of a lane that is given back.
@@ -441,11 +453,10 @@ select is(
 -- The sweep lets go of keys that wait for nothing, and of no other.
 select outbox._sweep() \g /dev/null
 select is(array[pg_temp.head_of(pg_temp.key_of(1)), pg_temp.head_of(pg_temp.key_of(1, 2))], array[:a1, :b1]::bigint[], 'it leaves a key that waits for a failing message');
-update outbox.dead_letter set parked = true, lane = 2, key = pg_temp.key_of(2);
-insert into outbox.held_key (lane, key, head_id) select d.lane, d.key, d.id from outbox.dead_letter as d;
+select outbox.configure('on_dead', 'park') as configured, outbox._bury(array[:foreign], '{rejected}', '{x}', 1) as buried, outbox.configure('on_dead', null) as configured_too \gset
 insert into outbox.held_key (lane, key, head_id) values (3, pg_temp.key_of(3), 0);
 select outbox._sweep() \g /dev/null
-select is(pg_temp.head_of(pg_temp.key_of(2)), (select id from outbox.dead_letter), 'and one that waits for a dead one');
+select is(pg_temp.head_of(pg_temp.key_of(2)), :foreign::bigint, 'and one that waits for a dead one');
 select is(pg_temp.head_of(pg_temp.key_of(3)), null, 'but not one that waits for nothing');
 update outbox.dead_letter set parked = false;
 select outbox._sweep() \g /dev/null

@@ -106,7 +106,7 @@ def test_late_confirms_make_no_duplicates(db: Db, queue: Queue, proxy: Proxy, st
 def test_leases_are_held_while_the_connection_is_blocked(
     db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay
 ) -> None:
-    settings = ("--lease", "3", "--confirm-timeout", "1.5", "--send-timeout", "1", "--heartbeat", "1")
+    settings = ("--lease", "6", "--confirm-timeout", "3", "--send-timeout", "1", "--heartbeat", "3")
     relay = start_relay(*settings, amqp=proxy.url)
     relay.await_log("relay ready")
     proxy.held.set()
@@ -116,7 +116,7 @@ def test_leases_are_held_while_the_connection_is_blocked(
     relay.await_log("the broker has blocked the connection")
     other = start_relay(*settings)
     other.await_log("relay ready")
-    until = time.monotonic() + 3.5  # longer than the lease and twice the confirm time-out, within three heartbeats
+    until = time.monotonic() + 6.5  # longer than the lease and twice the confirm time-out, within three heartbeats
     while time.monotonic() < until:
         assert leased(db)
     proxy.say(marshal(commands.Connection.Unblocked(), 0))
@@ -250,6 +250,7 @@ def test_answer_to_a_claim_is_lost(db: Db, queue: Queue, pooled: str, start_rela
         relay.await_log("relay ready")
         # Stopped, so that the claim that is lost is one that finds the message.
         relay.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)  # for a claim that is on its way
         _, message_id = emit(db)
         proxy.deaf_at = b"claim_batch"
         relay.process.send_signal(signal.SIGCONT)
