@@ -482,7 +482,7 @@ class Model(RuleBasedStateMachine):
 
     def time_passes(self) -> None:
         """What waits for a time is due."""
-        self.owner.execute("update outbox.message set due_at = clock_timestamp() where due_at <> 'infinity'")
+        self.owner.execute("update outbox.message set due_at = now() where due_at <> 'infinity'")
         for message in self.messages.values():
             message.asleep = False
 
