@@ -191,7 +191,8 @@ def test_other_calls_find_what_they_need(full: Connection, explained: Callable[[
     def call(query: str, *arguments: Any) -> list[tuple[Any, ...]]:
         rows, plans = session.run(query, *arguments)
         check(plans)
-        assert blocks(plans) < 3000, f"{blocks(plans)} blocks for {query}"
+        # A lane costs what was settled since its floor last moved, 64 lanes at most; reading the table costs 12,000.
+        assert blocks(plans) < 6000, f"{blocks(plans)} blocks for {query}"
         return rows
 
     call("select outbox.extend_lease(%s, '30 s')", token)
