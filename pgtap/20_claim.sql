@@ -30,7 +30,7 @@ select pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_
 rollback;
 
 \ir setup.psql
-select plan(113);
+select plan(116);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -61,7 +61,7 @@ create procedure pg_temp.start_over() language sql as $$
     delete from outbox.held_key;
     delete from outbox.dead_letter;
     update outbox.lane
-    set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', kills = 0, version = version + 1;
+    set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', trial = 0, kills = 0, version = version + 1;
     call pg_temp.look_again();
 $$;
 
@@ -333,8 +333,10 @@ select is(
     (select leased_until - clock_timestamp() between interval '0' and interval '3 s' from pg_temp.lane(1)), true, 'and shortens the lease to 3 s'
 );
 call pg_temp.expire();
-select is(pg_temp.claim(2, relay => :relay), 'a1', 'then its first message is handed out alone');
-select is(pg_temp.settle(2), 1, 'and turns out harmless');
+select is(pg_temp.claim(2, relay => :relay), 'a1 a2', 'then half of its messages are handed out');
+select is(pg_temp.settle(2), 2, 'which turn out harmless');
+select is(pg_temp.claim(3, relay => :relay), 'a3', 'and then the other half');
+select is(pg_temp.settle(3), 1, 'which is harmless, too');
 create function pg_temp.claim_and_die(n integer) returns text language plpgsql as $function$
 declare
     v_claimed text := pg_temp.claim(n, relay => 42);
@@ -343,12 +345,13 @@ begin
     return v_claimed;
 end
 $function$;
-select is(pg_temp.claim_and_die(n), 'a2', format('a relay that died with the next one alone, %s of 5', n)) from generate_series(1, 5) as n;
-select is(pg_temp.claim(6, relay => :relay), 'a3', 'after the fifth the message behind it comes, alone');
-select is((select array[routing_key, reason] from outbox.dead_letter), array['a2', 'killed_relay'], 'and it is dead');
-select is(pg_temp.settle(6), 1, 'the other is settled');
-select outbox.emit('b' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 2) as n \g /dev/null
-select is(pg_temp.claim(6, relay => :relay), 'b1 b2', 'and the lane is no longer suspect');
+select outbox.emit('b' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 4) as n \g /dev/null
+select is(pg_temp.claim_and_die(1), 'b1 b2 b3 b4', 'the lane is like any other again, and a relay dies with one that kills');
+select is(pg_temp.claim_and_die(2), 'b1 b2', 'the next one dies with half of them');
+select is(pg_temp.claim_and_die(10 + n), 'b1', format('and with a half of that, alone, %s of 5', n)) from generate_series(1, 5) as n;
+select is(pg_temp.claim(6, relay => :relay), '', 'after the fifth it is not handed out again');
+select is((select array[routing_key, reason] from outbox.dead_letter), array['b1', 'killed_relay'], 'it is dead');
+select is(pg_temp.claim(6, relay => :relay), 'b2 b3 b4', 'and the others are suspected no longer');
 
 -- What is suspect shares a batch with nothing of other lanes.
 call pg_temp.start_over();

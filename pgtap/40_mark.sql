@@ -38,7 +38,7 @@ $$;
 -- Four messages in a lane, and one in another.
 create procedure pg_temp.start_over() language sql as $$
     delete from outbox.message;
-    update outbox.lane set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', kills = 0, version = version + 1;
+    update outbox.lane set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', trial = 0, kills = 0, version = version + 1;
     update outbox.horizon set due_checked_at = '-infinity', version = version + 1;
     select outbox.emit('m' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 4) as n;
     select outbox.emit('other', '1', key => pg_temp.key_of(2));

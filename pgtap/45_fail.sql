@@ -54,7 +54,7 @@ create procedure pg_temp.start_over() language sql as $$
     delete from outbox.message;
     delete from outbox.held_key;
     delete from outbox.dead_letter;
-    update outbox.lane set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', kills = 0, version = version + 1;
+    update outbox.lane set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', trial = 0, kills = 0, version = version + 1;
 $$;
 -- Messages whose names begin with their key; all in one lane, in this order.
 create procedure pg_temp.emit(variadic names text[]) language plpgsql as $function$

@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(122);
+select plan(130);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -27,7 +27,7 @@ create procedure pg_temp.start_over() language sql as $$
     delete from outbox.dead_letter;
     delete from outbox.dedup;
     update outbox.lane
-    set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', kills = 0, version = 1000;
+    set token = null, relay = null, leased_until = null, handed = '{}', suspects = '{}', trial = 0, kills = 0, version = 1000;
     call pg_temp.look_again();
 $$;
 create function pg_temp.due_checked_at() returns timestamptz language sql as 'select due_checked_at from outbox.horizon';
@@ -129,19 +129,38 @@ end
 $function$;
 call pg_temp.start_over();
 select outbox.emit('other', '1', key => pg_temp.key_of(1)) as other, outbox.emit('suspect', '1', key => pg_temp.key_of(2)) as suspect \gset
-update outbox.lane set suspects = array[:suspect] where lane = 2;
-select setval('outbox.lane_turn', 64 * 1000 + 2) as turn \gset
-select is(pg_temp.claims(6, false), ' other suspect other suspect other suspect', 'suspects and others take turns when they are given back');
-update outbox.lane set token = pg_temp.token(9), leased_until = clock_timestamp() - interval '1 s', handed = array[:suspect], relay = null where lane = 2;
-select setval('outbox.lane_turn', 64 * 1000 + 3) as turn \gset
-select is(pg_temp.claims(1, false), ' suspect', 'and when a lease has ended');
+update outbox.lane set suspects = array[:suspect], trial = 1 where lane = 2;
+select setseed(0.5);
+select is(
+    (select array_agg(distinct c) from unnest(string_to_array(trim(pg_temp.claims(40, false)), ' ')) as c),
+    array['other', 'suspect'], 'suspects and others both get their turns when they are given back'
+);
+
+-- Alone: with empty hands, and nothing beside it.
+call pg_temp.start_over();
+select outbox.emit('s1', '1', key => pg_temp.key_of(2)) as s1, outbox.emit('s2', '1', key => pg_temp.key_of(2)) as s2 \gset
+select is(pg_temp.claim(1, relay => 42), 's1 s2', 'a relay dies with two messages in its hands');
+call pg_temp.expire();
+select outbox.emit('other', '1', key => pg_temp.key_of(1)) as other \gset
+update outbox.lane set token = pg_temp.token(9), leased_until = clock_timestamp() + interval '1 min', relay = 43, handed = array[:other] where lane = 1;
+select is(pg_temp.claim(2, relay => 43), '', 'a relay that holds something does not get them');
+select is((select row(suspects, trial, kills, token)::text from pg_temp.lane(2)), format('("{%s,%s}",1,0,)', :s1, :s2), 'but they are suspected from now on');
+select is(pg_temp.claim(2, relay => 43), '', 'nor does it get anything else, while they wait');
+select is(pg_temp.claim(3, relay => 44), 's1', 'a relay with empty hands gets half of them');
+select outbox.emit('third', '1', key => pg_temp.key_of(3)) as third \gset
+select is(pg_temp.claim(4, relay => 44), '', 'and nothing beside them');
+select is(pg_temp.claim(4, relay => 43), 'third', 'which is nothing to other relays');
+select pg_temp.settle(3) as settled \gset
+select is(pg_temp.claim(5, relay => 44), 's2', 'when it has settled them it gets the other half');
+select pg_temp.settle(5) as settled \gset
+select is((select row(suspects, kills)::text from pg_temp.lane(2)), '({},0)', 'and then the lane is like any other');
 
 -- The first suspect that may leave, as it would leave otherwise.
 create function pg_temp.suspects(ids bigint[], died integer = 3) returns text language sql as $$
     select format('%s of %s, %s', p.ids, p.suspects, p.kills)
     from outbox.lane as l
-    cross join lateral outbox._take_suspect(
-        jsonb_populate_record(l, jsonb_build_object('suspects', ids, 'kills', died)), clock_timestamp()
+    cross join lateral outbox._take_suspects(
+        jsonb_populate_record(l, jsonb_build_object('suspects', ids, 'trial', 1, 'kills', died)), 500, 1000000, clock_timestamp()
     ) as p
     where l.lane = 1;
 $$;
@@ -385,7 +404,7 @@ select is((select floor from pg_temp.lane(1)), 6::bigint, 'and given back: it fo
 -- The first suspect is settled: the next one is accused of nothing.
 call pg_temp.start_over();
 select outbox.emit('s1', '1', key => pg_temp.key_of(1)) as s1, outbox.emit('s2', '1', key => pg_temp.key_of(1)) as s2 \gset
-update outbox.lane set suspects = array[:s1, :s2], kills = 3 where lane = 1;
+update outbox.lane set suspects = array[:s1, :s2], trial = 1, kills = 3 where lane = 1;
 select is(pg_temp.claim(1), 's1', 'the first suspect is handed out');
 select pg_temp.settle(1) as settled \gset
 select is((select row(suspects, kills) from pg_temp.lane(1))::text, format('({%s},0)', :s2), 'and settled: the count begins anew');

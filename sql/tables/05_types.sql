@@ -36,6 +36,7 @@ create type outbox._part as (
     bytes    bigint,
     reach    bigint,
     suspects bigint[],
+    trial    integer,
     kills    smallint
 );
 
@@ -46,7 +47,8 @@ comment on column outbox._part.tids     is 'where their rows are';
 comment on column outbox._part.bytes    is 'bytes of their bodies';
 comment on column outbox._part.reach    is 'every ready message up to this id is among them, or gone';
 comment on column outbox._part.suspects is 'the lane''s suspects afterwards';
-comment on column outbox._part.kills    is 'relays that died holding the first suspect alone';
+comment on column outbox._part.trial    is 'how many of those go out together';
+comment on column outbox._part.kills    is 'relays that died with the only suspect in their hands';
 
 create type outbox.cleanup_result as (
     dead_letters integer,

@@ -12,6 +12,7 @@ create table outbox.lane (
     leased_until timestamptz,
     handed       bigint[]    not null default '{}',
     suspects     bigint[]    not null default '{}',
+    trial        integer     not null default 0,
     kills        smallint    not null default 0,
     constraint lane_pkey primary key (lane, version),
     constraint lane_leased_whole check (
@@ -49,8 +50,9 @@ comment on column outbox.lane.token        is 'token of the claim that leases th
 comment on column outbox.lane.relay        is 'life lock of the session that claimed: what hello() returned; null without one';
 comment on column outbox.lane.leased_until is 'end of the lease; null when free';
 comment on column outbox.lane.handed       is 'ids handed out and not settled; the lane is free when there are none';
-comment on column outbox.lane.suspects     is 'ids in the hands of a relay that died; each is next claimed alone';
-comment on column outbox.lane.kills        is 'how many relays died holding the first suspect alone';
+comment on column outbox.lane.suspects     is 'ids in the hands of a relay that died, in order; nothing else of the lane leaves before them';
+comment on column outbox.lane.trial        is 'how many suspects go out together: half of what was in hand at the last such death';
+comment on column outbox.lane.kills        is 'how many relays died with the only suspect, and nothing else, in their hands';
 comment on index outbox.lane_suspects is 'claim_batch(): lanes to be cleared up first';
 comment on index outbox.lane_token is 'settling calls: the lanes of a token';
 
