@@ -153,8 +153,8 @@ def others(order: Order) -> Outcome:
     """All other tests of pytest; or those whose paths are given."""
     if any((ROOT / argument.partition("::")[0]).exists() for argument in order.arguments):
         return run_pytest(order)
-    # The faults and the model take their time: `make test-long`.
-    left_out = ["install"] if os.environ.get("OUTBOX_LONG") == "1" else ["install", "chaos", "core/test_model.py"]
+    # The faults take their time: `make test-long`.
+    left_out = ["install"] if os.environ.get("OUTBOX_LONG") == "1" else ["install", "chaos"]
     return run_pytest(order, TESTS, *(f"--ignore={TESTS / name}" for name in left_out))
 
 

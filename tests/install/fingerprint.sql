@@ -95,7 +95,8 @@ fact (line) as (
         coalesce(pg_get_expr(d.adbin, d.adrelid), '-'), a.attidentity, a.attgenerated, a.attstorage, a.attcompression,
         coalesce((select c.collname from pg_catalog.pg_collation as c where c.oid = a.attcollation), '-'),
         coalesce(nullif(a.attstattarget, -1)::text, 'default'),
-        coalesce((select string_agg(o, ' ' order by o) from unnest(a.attoptions) as o), '-')
+        -- From 15.20 on the server stamps every column with a number of its own.
+        coalesce((select string_agg(o, ' ' order by o) from unnest(a.attoptions) as o where o not like 'pg\_attver=%'), '-')
     )
     from relation as r
     join pg_catalog.pg_attribute as a on a.attrelid = r.oid

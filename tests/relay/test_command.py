@@ -113,7 +113,7 @@ def test_missing_exchange(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
     (error,) = done.errors
     assert error == (
         "outbox: the broker has no exchange 'outbox': create it, start with --declare to have it made,"
-        " or name another one with --exchange"
+        " or name another with outbox.configure('default_exchange', ...)"
     )
 
 

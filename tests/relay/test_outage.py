@@ -132,7 +132,7 @@ def test_full_queue_costs_no_attempt(db: Db, management: Management, start_relay
     queue = Queue(management, arguments={"x-max-length": 5, "x-overflow": "reject-publish"})
     relay = start_relay()
     wanted = {emit(db)[1] for _ in range(12)}
-    relay.await_log("the broker refuses messages")
+    relay.await_log("the broker refused it (Basic.Nack)")
     assert attempts(db) == 0
     before, until = claims(db), time.monotonic() + 1.5
     while time.monotonic() < until:
@@ -141,6 +141,22 @@ def test_full_queue_costs_no_attempt(db: Db, management: Management, start_relay
     while found != wanted:
         found |= set(ids(queue, 1))
     eventually(lambda: waiting(db) == 0, "an empty table")
+    assert attempts(db) == 0
+    assert relay.stop() == 0
+
+
+def test_full_queue_delays_no_other(db: Db, management: Management, start_relay: StartRelay) -> None:
+    Queue(management, "full", "full", arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    queue = Queue(management, binding="order.*")
+    for n in range(10):
+        emit(db, "full", key=f"k{n}")
+    relay = start_relay()
+    eventually(lambda: waiting(db) == 9, "refused messages")
+    emit(db)
+    queue.receive(1)
+    # The next attempt is due after the usual back-off, and was none.
+    later = "select count(*) from outbox.message where due_at > clock_timestamp() and attempts = 0"
+    eventually(lambda: db.execute(later).fetchone() == (9,), "messages that wait for their next attempt")
     assert relay.stop() == 0
 
 
@@ -150,7 +166,7 @@ def test_once_does_not_wait_for_a_full_queue(db: Db, management: Management, sta
         emit(db)
     relay = start_relay("--once")
     assert relay.process.wait(20) == 1
-    assert "outbox: the broker refuses messages" in relay.log
+    assert "outbox: the broker refused it (Basic.Nack)" in relay.log
     assert waiting(db) == 2
     assert attempts(db) == 0
     assert not leased(db)

@@ -210,7 +210,8 @@ def test_strict_keys_lets_nothing_overtake(db: Db, management: Management, start
     for n in range(3, 6):
         emit(db, key="b", payload={"n": n})
     emit(db, payload={"n": 6})
-    assert start_relay("--once", "--strict-keys").process.wait(20) == 0
+    db.execute("select outbox.configure('strict_keys', 'on')")
+    assert start_relay("--once").process.wait(20) == 0
     found = [json.loads(message.body)["n"] for message in queue.receive(5)]
     assert sorted(found) == [1, 3, 4, 5, 6]
     assert [n for n in found if 3 <= n <= 5] == [3, 4, 5]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, get_type_hints
@@ -70,6 +74,7 @@ async def relay(settings: RelaySettings) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    threading.Thread(target=watch, args=(loop, 2 * settings.lease), daemon=True).start()
     progress = asyncio.create_task(show_progress(message_relay)) if sys.stderr.isatty() else None
     try:
         await message_relay.run()
@@ -79,13 +84,34 @@ async def relay(settings: RelaySettings) -> int:
     return 0
 
 
+def watch(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    """Ends the process when its loop has not turned for so long: a relay that hangs looks as if it had nothing to do.
+
+    Counts what it has waited itself, so that a process which was stopped and continued is not taken for one.
+    """
+    silent = 0
+    turned = threading.Event()
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        while silent < seconds:
+            turned.clear()
+            loop.call_soon_threadsafe(turned.set)
+            silent = 0 if turned.wait(1) else silent + 1
+            if turned.is_set():
+                time.sleep(1)
+        faulthandler.dump_traceback()
+        sys.stderr.write(f"outbox: internal error, please report it: nothing has moved for {seconds:g} s\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+
 async def show_progress(message_relay: MessageRelay) -> None:
     """One line that is rewritten every second."""
     before = message_relay.sent
     while True:
         await asyncio.sleep(1)
-        sent, rate, before = message_relay.sent, message_relay.sent - before, message_relay.sent
-        sys.stderr.write(f"\r\033[K{rate:,} a second, {sent:,} sent, {message_relay.failed:,} failed\r")
+        rate, before = message_relay.sent - before, message_relay.sent
+        counts = f"{message_relay.in_flight:,} in flight, {before:,} sent, {message_relay.failed:,} failed"
+        sys.stderr.write(f"\r\033[K{rate:,} a second, {counts}\r")
         sys.stderr.flush()
 
 

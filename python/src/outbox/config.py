@@ -25,14 +25,12 @@ def secret(text: str) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySettings:
     dsn: str = secret("database that has the package, postgresql://user@host/name")
-    amqp_url: str = secret("broker and vhost, amqp://user@host/vhost")
-    exchange: str = knob("outbox", "exchange that must exist before the relay starts", "NAME")
-    declare: bool = knob(default=False, text="create that exchange if it is missing: topic, durable")
+    amqp_url: str = secret("broker and vhost, amqp://user@host/vhost; several, with commas between, are tried in turn")
+    declare: bool = knob(default=False, text="create the default exchange if it is missing: topic, durable")
     once: bool = knob(default=False, text="send what is ready now, then exit")
-    strict_keys: bool = knob(default=False, text="send a key's next message only after the confirm of the one before")
     batch_size: int = knob(500, "messages claimed at a time", "N")
     max_bytes: int = knob(8 * 1024 * 1024, "bytes of bodies claimed at a time", "N")
-    window: int = knob(1000, "messages sent and not yet confirmed, at most", "N")
+    window: int = knob(1000, "messages claimed and not yet marked, at most: so many can come twice after a crash", "N")
     lease: float = knob(120.0, "how long a claimed batch is ours", "SECONDS")
     confirm_timeout: float = knob(30.0, "after so long without a confirm, stop sending and wait", "SECONDS")
     send_timeout: float = knob(10.0, "the same when the socket does not take the data", "SECONDS")
@@ -45,7 +43,7 @@ class RelaySettings:
             if not getattr(self, name):
                 what = "database" if name == "dsn" else "broker"
                 raise ConfigurationError(f"no {what} given: pass {flag(name)} or set {variable(name)}")
-        if not self.amqp_url.startswith(("amqp://", "amqps://")):
+        if not all(url.startswith(("amqp://", "amqps://")) for url in self.brokers):
             raise ConfigurationError(f"{flag('amqp_url')} must start with amqp:// or amqps://")
         for item in fields(self):
             value = getattr(self, item.name)
@@ -69,6 +67,10 @@ class RelaySettings:
             )
         if self.batch_size > self.window:
             raise ConfigurationError(f"{flag('batch_size')} must not be larger than {flag('window')}: it would not fit")
+
+    @property
+    def brokers(self) -> list[str]:
+        return [url.strip() for url in self.amqp_url.split(",")]
 
     @property
     def statement_timeout(self) -> float:

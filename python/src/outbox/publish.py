@@ -29,6 +29,7 @@ CONNECT_TIMEOUT = 10.0
 CLOSE_TIMEOUT = 3.0
 LONGEST_EXPIRATION = 315_360_000_000  # ms; on more than that the broker closes the channel
 HEADER, BODY, FRAME_END, FRAME_OVERHEAD = 2, 3, b"\xce", 8
+CONNECTION_FORCED = 320
 CODES = {kind: code for code, kind in EXCEPTION_MAPPING.items()}
 frame_head = struct.Struct(">BHI").pack
 content_head = struct.Struct(">HHQH").pack
@@ -42,30 +43,27 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A verdict about this message."""
+    """A verdict about this message; it counts as an attempt unless the fault is the broker's."""
 
     error: str
     reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Basic.Nack: the broker could not take it for now. It goes back, and no attempt is counted."""
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No verdict: it may or may not have arrived. `code` is the broker's, if it cut off all that were in flight."""
+    """No verdict: it may or may not have arrived. `code` is the broker's, if one in flight made it cut off all."""
 
     error: str
     code: int = 0
 
 
-Outcome = Sent | Failed | Refused | Unknown
-SENT, REFUSED = Sent(), Refused()
+Outcome = Sent | Failed | Unknown
+SENT = Sent()
+REFUSED = Failed("the broker refused it (Basic.Nack): a queue is full, or has lost its leader", counts=False)
 UNROUTABLE = Failed("no queue is bound for this routing key", "unroutable")
 EXPIRED = Failed("its time was over before it could be sent", "expired")
-BEHIND = Unknown("not sent: one of the same key before it failed")
+BEHIND = Unknown("not sent: one before it was not confirmed")
 
 
 class Flight:
@@ -104,10 +102,6 @@ class ConfirmChannel(Channel):
         self.moved = asyncio.Event()
         self.reason: Unknown | None = None  # why it is closed
         self.closing.add_done_callback(self._on_closed)
-
-    @property
-    def in_flight(self) -> int:
-        return sum(flight.open for flight in self.flights)
 
     def write(self, messages: Sequence[ClaimedMessage], payload: bytes) -> tuple[Flight, asyncio.Future[None]]:
         """Hands over the whole batch at once. The second value is done when the socket has taken it."""
@@ -184,17 +178,18 @@ class Publisher:
         self._late: dict[Flight, str] = {}
         self.proven = False  # it has confirmed something
 
-    async def open(self) -> Self:
+    async def open(self, url: str, exchange: str) -> Self:
+        """Fails unless the broker has the exchange."""
         try:
-            url = URL(self._settings.amqp_url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
-            self._connection = Connection(url, transport_factory=self._transport)
+            at = URL(url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
+            self._connection = Connection(at, transport_factory=self._transport)
         except ValueError as error:
             raise ConfigurationError("--amqp-url cannot be read: write it as amqp://user@host:5672/vhost") from error
         try:
             async with within(CONNECT_TIMEOUT):
                 await self._connection.connect()
                 await self._connection.ready()
-                await self._find_exchange()
+                await self._find_exchange(exchange)
                 await self._open_channel(2)
         except BaseException:
             await self.close()
@@ -239,12 +234,12 @@ class Publisher:
     ) -> list[Outcome]:
         """Persistent and mandatory, in the given order, in one write; one outcome for each message.
 
-        Waits for room in the window, then asks whether the messages are still ours. Alone means that nothing else
+        Waits while anything is in doubt, then asks whether the messages are still ours. Alone means that nothing else
         is in flight meanwhile: what the broker then closes, it closes because of these messages.
         """
         async with contextlib.AsyncExitStack() as turn:
             await turn.enter_async_context(self._turn)
-            if not await self._room(self._settings.window if alone else len(messages)):
+            if not await self._ready(alone=alone):
                 return [self.lost] * len(messages)
             if not await may_send():
                 return [Unknown("the lease was lost")] * len(messages)
@@ -264,8 +259,8 @@ class Publisher:
         self.proven = self.proven or channel.answered
         return outcomes
 
-    async def _room(self, count: int) -> bool:
-        """Waits until so many more may be in flight and nothing is in doubt. False: the connection is gone."""
+    async def _ready(self, *, alone: bool) -> bool:
+        """Waits until nothing is in doubt, or in flight at all. False: the connection is gone."""
         while self.is_open:
             channel = self._channel
             if channel.reason is not None:
@@ -276,7 +271,7 @@ class Publisher:
                 except BrokerUnavailableError:
                     self.abort()
                     return False
-            elif self.trouble is None and channel.in_flight + count <= self._settings.window:
+            elif self.trouble is None and not (alone and channel.flights):
                 return True
             else:
                 channel.moved.clear()
@@ -321,16 +316,16 @@ class Publisher:
         await channel.open()
         self._channel = channel
 
-    async def _find_exchange(self) -> None:
-        name, declare = self._settings.exchange, self._settings.declare
+    async def _find_exchange(self, name: str) -> None:
+        passive = not self._settings.declare
         try:
             channel = await self._connection.channel(1, publisher_confirms=False)
-            await channel.exchange_declare(name, exchange_type="topic", durable=True, passive=not declare)
+            await channel.exchange_declare(name, exchange_type="topic", durable=True, passive=passive)
             await channel.close()
         except ChannelNotFoundEntity as error:
             raise ExchangeMissingError(
                 f"the broker has no exchange {name!r}: create it, start with --declare to have it made,"
-                " or name another one with --exchange"
+                " or name another with outbox.configure('default_exchange', ...)"
             ) from error
         except ChannelClosed as error:
             raise ConfigurationError(f"exchange {name!r} cannot be used: {describe(error)}") from error
@@ -436,10 +431,14 @@ async def within(limit: float) -> AsyncIterator[None]:
 
 
 def code_of(error: BaseException | None) -> int:
-    """The broker's reply code; the library keeps the number itself only if it has no class for it."""
+    """The broker's reply code, of which the library keeps the number only if it has no class for it.
+
+    0 if no message is to blame: the connection was lost without a word, or an operator closed it.
+    """
     if not isinstance(error, ConnectionClosed):
         return 0
-    return CODES.get(type(error)) or next((part for part in error.args if isinstance(part, int)), 0)
+    code = CODES.get(type(error)) or next((part for part in error.args if isinstance(part, int)), 0)
+    return 0 if code == CONNECTION_FORCED else code
 
 
 def describe(error: BaseException | None) -> str:

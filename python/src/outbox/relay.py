@@ -9,13 +9,14 @@ import random
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from time import monotonic
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError, ConfigurationError, OutboxError, UnavailableError
-from outbox.publish import BEHIND, SENT, Failed, Outcome, Publisher, Refused, Sent, Unknown
+from outbox.publish import BEHIND, SENT, Failed, Outcome, Publisher, Unknown
 from outbox.store import ClaimedMessage, Store
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,14 @@ BACKOFF_FIRST, BACKOFF_LAST = 0.2, 10.0
 KEEP_EVERY = 1.0
 CLEANUP_EVERY = 60.0
 SAY_FAILED_EVERY = 10.0
+# One on its way, one ready to follow, one being marked. It bounds the memory too: each has at most max_bytes of bodies.
+MOST_BATCHES = 3
 # A lease whose holder's session is gone ends 3 s later: what is older than this is asked for again before sending.
 FRESH = 2.0
 # Under the bell of another relay, which may be busy: never sleep longer.
 SLEEP_MOST = 1.0
-# How soon to look again while a transaction with a message in it is open.
-COMMIT_WAIT, COMMIT_WAIT_MOST = 0.005, 0.05
-# The operator closed the connection, or it was lost without a word: no message is to blame.
-INNOCENT = (0, 320)
+# How soon to look again while messages may come unannounced: longer, the longer none came.
+SOON, SOON_MOST = 0.005, 0.05
 ACCESS_REFUSED, NOT_FOUND = 403, 404
 
 T = TypeVar("T")
@@ -54,10 +55,11 @@ class MessageRelay:
     def __init__(self, dsn: str, amqp_url: str, **knobs: Any) -> None:
         self._settings = RelaySettings(dsn=dsn, amqp_url=amqp_url, **knobs)
         self._store = Store(self._settings)
+        self._brokers = cycle(self._settings.brokers)
         self._publisher: Publisher | None = None
         self._batches: dict[Batch, asyncio.Task[None]] = {}
         self._lost_claims: dict[UUID, float] = {}
-        self._unsettled = 0
+        self._unsettled: set[Batch] = set()
         self._careful = 0
         self._stopping = asyncio.Event()
         self._wake = asyncio.Event()
@@ -66,12 +68,18 @@ class MessageRelay:
         self._started = False
         self._connecting = asyncio.Lock()
         self._armed = False
-        self._emits_since: float | None = None
+        self._looked = self._found = monotonic()  # when a claim was last tried, and when one found messages
         self._problems: dict[str, str] = {}
         self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
         self._error: OutboxError | None = None
         self.sent = 0
         self.failed = 0
+        self._last_error = ""
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that are claimed and not settled."""
+        return sum(len(batch.messages) for batch in self._batches)
 
     def stop(self) -> None:
         """Ends run() after what is in flight is settled."""
@@ -109,70 +117,77 @@ class MessageRelay:
     # --- claiming
 
     async def _forward(self) -> None:
-        while not self._stopping.is_set():
-            publisher = await self._broker()
+        while True:
+            self._wake.clear()  # what happens from here on ends the next pause
+            publisher = None if self._stopping.is_set() else await self._broker()
             if publisher is None:
                 return
             self._report("sending", publisher.trouble)
-            # A window on its way and a batch ready to follow; but after a reconnect one message goes first, because a
-            # broker in trouble would be given a window of duplicates.
-            full = sum(len(batch.messages) for batch in self._batches) > (
-                self._settings.window if publisher.proven else 0
-            )
-            later = "broker" in self._backoff and monotonic() < self._backoff["broker"][0]
-            if later or publisher.trouble or self._unsettled or self._careful or full:
+            size = self._room(publisher)
+            if not size:
                 await self._pause(0.2)
-                continue
-            size = self._settings.batch_size if publisher.proven else 1
-            batch = await self._claim(size)
-            if self._armed and batch:
-                await self._disarm()
-            if batch and len(batch.messages) == size:
-                continue
-            if self._batches:
-                await self._pause(COMMIT_WAIT)
-                if batch or self._settings.once:
-                    continue
+            elif batch := await self._claim(size):
+                if len(batch.messages) < size:
+                    await self._pause(SOON)
+            elif self._batches:
+                # Others may be ours as soon as a batch is settled, or come without a bell because nobody sleeps.
+                await self._pause(self._soon())
             elif self._settings.once and "database" not in self._problems:
                 return
-            await self._sleep(size)
+            else:
+                await self._sleep(size)
+
+    def _room(self, publisher: Publisher) -> int:
+        """How many may be claimed now.
+
+        What is not marked is sent again should we die: so the window counts from the claim to the mark. A claim's
+        commit also makes the marks before it durable, so that a crash of the database brings back no more than that.
+        """
+        later = "broker" in self._backoff and monotonic() < self._backoff["broker"][0]
+        if later or publisher.trouble or self._unsettled or self._careful or len(self._batches) >= MOST_BATCHES:
+            return 0
+        if not publisher.proven:
+            # After a reconnect one message goes first: a broker in trouble would be given a window of duplicates.
+            return 0 if self._batches else 1
+        size = self._settings.batch_size
+        return size if self.in_flight + size <= self._settings.window else 0
 
     async def _claim(self, size: int) -> Batch | None:
         """Takes the next messages and starts to deliver them."""
         token, begun = uuid4(), monotonic()
-        self._wake.clear()
+        self._looked = begun
         messages = await self._ask(self._store.claim(token, size), None)
         if messages is None:  # perhaps only the answer was lost
             self._lost_claims[token] = begun + self._settings.statement_timeout
         if not messages:
             return None
+        self._found = begun
         batch = Batch(token, messages, begun, begun, self._store.sessions)
         self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+        if self._armed:
+            self._armed = False
+            await self._ask(self._store.disarm_wakeup(), None)
         return batch
 
     async def _sleep(self, size: int) -> None:
-        """Until messages come in, one is due, a batch is done, the poll interval is over, or stop() is called."""
+        """Until messages come in, one is due, the poll interval is over, or stop() is called."""
         seconds = self._settings.poll
         if self._listening:
             self._armed = bool(await self._ask(self._store.arm_wakeup(), None))
-            if not self._armed:
-                self._emits_since = self._emits_since or monotonic()
-                share = min(monotonic() - self._emits_since, 1.0)
-                await self._pause(COMMIT_WAIT + share * (COMMIT_WAIT_MOST - COMMIT_WAIT))
+            if not self._armed:  # a transaction with a message in it is open
+                await self._pause(self._soon())
                 return
-            self._emits_since = None
             # What was committed before we armed rang no bell: look once more.
             if await self._claim(size):
-                await self._disarm()
                 return
             seconds = min(seconds, SLEEP_MOST)
         due = await self._ask(self._store.next_due(), None)
-        if not self._wake.is_set():
-            await self._pause(seconds if due is None else min(seconds, max(due, COMMIT_WAIT)))
+        await self._pause(seconds if due is None else min(seconds, max(due, SOON)))
+        # Anybody can ring the bell: not to be followed more often than this.
+        await asyncio.sleep(self._looked + self._soon() - monotonic())
 
-    async def _disarm(self) -> None:
-        self._armed = False
-        await self._ask(self._store.disarm_wakeup(), None)
+    def _soon(self) -> float:
+        return SOON + min(monotonic() - self._found, 1.0) * (SOON_MOST - SOON)
 
     # --- delivering
 
@@ -180,15 +195,11 @@ class MessageRelay:
         try:
             outcomes = await self._publish(batch, batch.messages, alone=False)
             await self._settle(batch, batch.messages, outcomes)
-            if any(isinstance(outcome, Unknown) and outcome.code not in INNOCENT for outcome in outcomes):
+            if any(isinstance(outcome, Unknown) and outcome.code for outcome in outcomes):
                 # One of them closed the channel, or the connection, on all in flight. One by one tells which.
-                held = {m.key for m, o in zip(batch.messages, outcomes, strict=True) if isinstance(o, Failed | Refused)}
-                held.discard(None)
-                rest = [
-                    message
-                    for message, outcome in zip(batch.messages, outcomes, strict=True)
-                    if isinstance(outcome, Unknown) and message.key not in held
-                ]
+                pairs = list(zip(batch.messages, outcomes, strict=True))
+                held = {message.key for message, outcome in pairs if isinstance(outcome, Failed)} - {None}
+                rest = [m for m, outcome in pairs if isinstance(outcome, Unknown) and m.key not in held]
                 self._careful += 1
                 try:
                     again = await self._publish(batch, rest, alone=True)
@@ -197,7 +208,7 @@ class MessageRelay:
                 await self._settle(batch, rest, again)
                 outcomes += again
             self._take_stock(outcomes)
-            if any(outcome is not SENT for outcome in outcomes):
+            if any(isinstance(outcome, Unknown) for outcome in outcomes):
                 await self._persist(batch, self._store.release, batch.token)
         finally:
             del self._batches[batch]
@@ -208,7 +219,7 @@ class MessageRelay:
         if alone:
             waves = [[message] for message in messages]
         else:
-            waves = by_key(messages) if self._settings.strict_keys else [messages]
+            waves = by_key(messages) if self._store.strict_keys else [messages]
         found: dict[int, Outcome] = {}
         held: set[str | None] = set()
         for wave in waves:
@@ -220,8 +231,8 @@ class MessageRelay:
             if publisher is None or (len(ready) > 1 and not publisher.proven):
                 break
             outcomes = await publisher.publish(ready, batch.claimed_at, partial(self._hold, batch), alone=alone)
-            if alone and isinstance(outcomes[0], Unknown) and outcomes[0].code not in INNOCENT:
-                outcomes = [self._judge(ready[0], outcomes[0], publisher)]
+            if alone and isinstance(outcomes[0], Unknown) and outcomes[0].code:
+                outcomes = [await self._judge(ready[0], outcomes[0], publisher)]
             if len(waves) == 1:
                 return outcomes
             for message, outcome in zip(ready, outcomes, strict=True):
@@ -232,10 +243,11 @@ class MessageRelay:
                 break
         return [found.get(message.id, BEHIND) for message in messages]
 
-    def _judge(self, message: ClaimedMessage, outcome: Unknown, publisher: Publisher) -> Outcome:
+    async def _judge(self, message: ClaimedMessage, outcome: Unknown, publisher: Publisher) -> Outcome:
         """What it means that the broker closed the channel when this message alone was in flight."""
         missing = outcome.code in (ACCESS_REFUSED, NOT_FOUND) and "to topic" not in outcome.error
-        if missing and message.exchange == self._settings.exchange:
+        await self._ask(self._store.read_settings(), None)  # which exchange is the default may have changed
+        if missing and message.exchange == self._store.default_exchange:
             # Nobody's fault but the broker's: an outage, until the exchange is there again.
             publisher.abort()
             return Unknown(outcome.error)
@@ -258,52 +270,55 @@ class MessageRelay:
     # --- settling
 
     async def _settle(self, batch: Batch, messages: Sequence[ClaimedMessage], outcomes: Sequence[Outcome]) -> None:
-        sent = [message.id for message, outcome in zip(messages, outcomes, strict=True) if outcome is SENT]
-        failed = [(m.id, o.error, o.reason) for m, o in zip(messages, outcomes, strict=True) if isinstance(o, Failed)]
-        settled = 0
+        pairs = list(zip(messages, outcomes, strict=True))
+        sent = [message.id for message, outcome in pairs if outcome is SENT]
+        settled = failed = 0
         if sent:
             settled += await self._persist(batch, self._store.mark_sent, batch.token, sent)
-        if failed:
-            settled += await self._persist(batch, self._store.mark_failed, batch.token, *zip(*failed, strict=True))
+        for counts in (True, False):
+            bad = [(m.id, o.error, o.reason) for m, o in pairs if isinstance(o, Failed) and o.counts is counts]
+            if bad:
+                mark = partial(self._store.mark_failed, counts=counts)
+                settled += await self._persist(batch, mark, batch.token, *zip(*bad, strict=True))
+                failed += len(bad)
+                self._last_error = bad[-1][1]
         self.sent += len(sent)
-        self.failed += len(failed)
+        self.failed += failed
         logger.debug(
             "batch settled",
-            extra={"action": "settle", "sent": len(sent), "failed": len(failed),
-                   "open": len(messages) - len(sent) - len(failed), "lost": len(sent) + len(failed) - settled},
+            extra={"action": "settle", "sent": len(sent), "failed": failed,
+                   "open": len(messages) - len(sent) - failed, "lost": len(sent) + failed - settled},
         )  # fmt: skip
 
     def _take_stock(self, outcomes: Sequence[Outcome]) -> None:
         """A batch that got nowhere is not worth another try at once."""
-        refused = any(isinstance(outcome, Refused) for outcome in outcomes)
-        self._report("queue", "the broker refuses messages: a queue is full" if refused else None)
-        if any(isinstance(outcome, Sent | Failed) for outcome in outcomes):
+        refused = next((o.error for o in outcomes if isinstance(o, Failed) and not o.counts), None)
+        if any(outcome is SENT or (isinstance(outcome, Failed) and outcome.counts) for outcome in outcomes):
             self._backoff.pop("broker", None)
+            if refused and self._settings.once:
+                self._error = BrokerUnavailableError(refused)
         else:
-            error = next((o.error for o in outcomes if isinstance(o, Unknown)), "the broker refuses messages")
-            self._give_up(BrokerUnavailableError(error))
+            unknown = next((o.error for o in outcomes if isinstance(o, Unknown)), "")
             self._next_try("broker")
+            self._give_up(BrokerUnavailableError(refused or unknown))
 
     async def _persist(self, batch: Batch, call: Any, *arguments: Any) -> int:
         """Repeats a settling call until it gets through or the lease is over. Meanwhile nothing is claimed."""
-        failed = 0
         try:
             while (settled := await self._ask(call(*arguments), None)) is None:
-                self._unsettled += 1
-                failed += 1
+                self._unsettled.add(batch)
                 if monotonic() > batch.held_at + self._settings.lease:
                     logger.error("lease over before a batch was settled: it is sent again", extra={"action": "settle"})
                     return 0
         finally:
-            self._unsettled -= failed
+            self._unsettled.discard(batch)
         return int(settled)
 
     # --- beside the loop
 
     async def _keep(self) -> None:
         """Holds leases, gives back what a lost answer may have claimed, cleans up."""
-        cleaned = said = monotonic()
-        failed = 0
+        cleaned, said, failed = monotonic(), 0.0, 0
         while True:
             await asyncio.sleep(min(KEEP_EVERY, self._settings.lease / 8))
             now = monotonic()
@@ -313,14 +328,13 @@ class MessageRelay:
             for token, until in list(self._lost_claims.items()):
                 if await self._ask(self._store.release(token), 0) or ("database" not in self._problems and now > until):
                     del self._lost_claims[token]
-            if (
-                now - cleaned > CLEANUP_EVERY
-                and self._started
-                and not await self._ask(self._store.cleanup(), otherwise=False)
-            ):
-                cleaned = now
+            if self._started and now - cleaned > CLEANUP_EVERY:
+                await self._ask(self._store.read_settings(), None)
+                if not await self._ask(self._store.cleanup(), otherwise=False):
+                    cleaned = now
             if self.failed > failed and now - said > SAY_FAILED_EVERY:
-                logger.warning("messages failed", extra={"action": "failed", "count": self.failed - failed})
+                count = self.failed - failed
+                logger.warning("messages failed", extra={"action": "failed", "count": count, "error": self._last_error})
                 failed, said = self.failed, now
 
     async def _listen(self) -> None:
@@ -356,7 +370,8 @@ class MessageRelay:
                     self._report("broker", self._publisher.lost.error, "BrokerUnavailableError")
                     await self._publisher.close()
                 try:
-                    self._publisher = await Publisher(self._settings).open()
+                    self._publisher = Publisher(self._settings)
+                    await self._publisher.open(next(self._brokers), self._store.default_exchange)
                     self._report("broker", None)
                     continue
                 except (UnavailableError, ConfigurationError) as error:
@@ -445,8 +460,6 @@ class MessageRelay:
 
     async def _pause(self, seconds: float) -> None:
         """Until something happens, for so long at most."""
-        if not self._stopping.is_set():
-            self._wake.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

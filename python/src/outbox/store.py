@@ -20,6 +20,7 @@ from outbox.config import RelaySettings
 from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError
 
 VERSION = "select outbox.version()"
+RELAY_SETTINGS = "select outbox.relay_settings()"
 HELLO = "select outbox.hello(name => %(name)s)"
 CLAIM_BATCH = """
     select id, message_id::text, exchange, routing_key, key, body, content_type, headers, properties, expires_in,
@@ -30,7 +31,7 @@ CLAIM_BATCH = """
 MARK_SENT = "select outbox.mark_sent(token => %(token)s, ids => %(ids)s::bigint[])"
 MARK_FAILED = """
     select outbox.mark_failed(token => %(token)s, ids => %(ids)s::bigint[], errors => %(errors)s::text[],
-                              reasons => %(reasons)s::text[])
+                              reasons => %(reasons)s::text[], counts => %(counts)s)
 """
 RELEASE_BATCH = "select outbox.release_batch(token => %(token)s)"
 EXTEND_LEASE = "select outbox.extend_lease(token => %(token)s, lease => %(lease)s)"
@@ -43,6 +44,7 @@ NOTIFY = "select pg_notify(%(channel)s, '')"
 SESSION = """
     select set_config('statement_timeout', %(timeout)s, false),
            set_config('synchronous_commit', 'off', false),
+           set_config('lock_timeout', '0', false),
            set_config('idle_session_timeout', '0', false),
            set_config('default_transaction_read_only', 'off', false),
            set_config('default_transaction_isolation', 'read committed', false)
@@ -93,6 +95,7 @@ class Store:
         self._relay: int | None = None
         self._lock = asyncio.Lock()
         self.sessions = 0
+        self.default_exchange, self.strict_keys = "", False
         # Whether a connection is a session of our own. A pooler's is not, and must not be given settings or locks.
         self.private = False
 
@@ -100,6 +103,13 @@ class Store:
         """Makes the first session; whatever only a person can put right shows here."""
         async with self._session():
             return True
+
+    async def read_settings(self) -> None:
+        """What all relays of this database agree on."""
+        self._agree(await self._one(RELAY_SETTINGS))
+
+    def _agree(self, settings: dict[str, Any]) -> None:
+        self.default_exchange, self.strict_keys = settings["default_exchange"], settings["strict_keys"]
 
     async def claim(self, token: UUID, batch_size: int) -> list[ClaimedMessage]:
         """Leases the next messages to the token. They come in the order in which they are to be published."""
@@ -122,11 +132,11 @@ class Store:
         return int(await self._one(MARK_SENT, token=token, ids=array(ids)))
 
     async def mark_failed(
-        self, token: UUID, ids: Sequence[int], errors: Sequence[str], reasons: Sequence[str | None]
+        self, token: UUID, ids: Sequence[int], errors: Sequence[str], reasons: Sequence[str | None], *, counts: bool
     ) -> int:
         """What a failure leads to (back-off, dead letter) is decided by the database."""
         lists = {"errors": list(errors), "reasons": list(reasons)}
-        return int(await self._one(MARK_FAILED, token=token, ids=array(ids), **lists))
+        return int(await self._one(MARK_FAILED, token=token, ids=array(ids), counts=counts, **lists))
 
     async def release(self, token: UUID) -> int:
         """Gives back what the token still holds; no attempt is counted."""
@@ -167,7 +177,8 @@ class Store:
         connection = await self._connect()
         try:
             await self._test_listening(connection)
-            async with translated(connection), self._deadline(connection):
+            async with self._talk(connection):
+                await connection.execute("set idle_session_timeout = 0")
                 await connection.execute("listen outbox")
             async with self._lock:
                 if not self.private:
@@ -178,8 +189,8 @@ class Store:
                 async with translated(connection):
                     async for _ in connection.notifies(timeout=LISTEN_CHECK):
                         heard()
-                    async with self._deadline(connection):  # a silent peer may be a dead one
-                        await connection.execute("select")
+                async with self._talk(connection):  # a silent peer may be a dead one
+                    await connection.execute("select")
         finally:
             with suppress(psycopg.Error):
                 await connection.close()
@@ -187,17 +198,17 @@ class Store:
     async def _test_listening(self, connection: Connection) -> None:
         """Behind a pooler that shares sessions, LISTEN succeeds and nothing ever arrives."""
         channel = f"outbox_{secrets.token_hex(8)}"
+        async with self._talk(connection):
+            await connection.execute(f"listen {channel}".encode())
+        # By the other connection: a shared session would hear itself.
+        await self._one(NOTIFY, channel=channel)
         async with translated(connection):
-            async with self._deadline(connection):
-                await connection.execute(f"listen {channel}".encode())
-            # By the other connection: a shared session would hear itself.
-            await self._one(NOTIFY, channel=channel)
             async for _ in connection.notifies(timeout=LISTEN_TEST, stop_after=1):
                 break
             else:
                 raise PooledError("notifications do not arrive: a pooler is in between, or the server is very slow")
-            async with self._deadline(connection):
-                await connection.execute(f"unlisten {channel}".encode())
+        async with self._talk(connection):
+            await connection.execute(f"unlisten {channel}".encode())
 
     async def _one(self, statement: LiteralString, **arguments: Any) -> Any:
         async with self._session() as connection, connection.cursor(row_factory=scalar_row) as cursor:
@@ -213,7 +224,7 @@ class Store:
                     self._connection = await self._connect()
                     await self._introduce(self._connection)
                     self.sessions += 1
-                async with translated(self._connection), self._deadline(self._connection):
+                async with self._talk(self._connection):
                     yield self._connection
             except BaseException:
                 await self.close()
@@ -227,17 +238,15 @@ class Store:
             )
 
     async def _introduce(self, connection: Connection) -> None:
-        async with (
-            translated(connection),
-            self._deadline(connection),
-            connection.cursor(row_factory=scalar_row) as cursor,
-        ):
+        async with self._talk(connection), connection.cursor(row_factory=scalar_row) as cursor:
             await cursor.execute(VERSION)
             found, ours = str(await cursor.fetchone()), version("pg-outbox")
             if found.partition(".")[0] != ours.partition(".")[0]:
                 raise ConfigurationError(
                     f"the database has outbox {found}, this is {ours}: upgrade the older one, the database first"
                 )
+            await cursor.execute(RELAY_SETTINGS)
+            self._agree(await cursor.fetchone() or {})
             self._relay = None
             if self.private:
                 await cursor.execute(SESSION, {"timeout": str(int(self._settings.statement_timeout * 1000))})
@@ -245,13 +254,14 @@ class Store:
                 self._relay = await cursor.fetchone()
 
     @asynccontextmanager
-    async def _deadline(self, connection: Connection) -> AsyncIterator[None]:
+    async def _talk(self, connection: Connection) -> AsyncIterator[None]:
         """Cuts a connection on which nothing comes: to cancel the call would take the driver ten more seconds."""
         loop, limit = asyncio.get_running_loop(), self._settings.statement_timeout
         timer = loop.call_later(limit + min(limit, ANSWER_MARGIN), cut, connection.fileno())
         try:
-            yield
-        except psycopg.OperationalError as error:
+            async with translated(connection):
+                yield
+        except DatabaseUnavailableError as error:
             if timer.when() > loop.time():
                 raise
             raise DatabaseUnavailableError("the database did not answer in time") from error
