@@ -675,16 +675,15 @@ create or replace function outbox._ring()
     returns trigger
     language plpgsql
     volatile
-    set search_path = pg_catalog, pg_temp
+    -- No search_path of its own: it runs under that of the function that emits, and pinning it again is 4 % of an emit.
 as $function$
 begin
-    if current_setting('outbox.notify', true) = 'off' then
-        return null;
-    end if;
     -- Got it: no relay sleeps, and until commit the lock tells a relay about to sleep that this emit is in flight.
     -- Refused: a relay sleeps, holding it. NOTIFY takes an instance-wide lock at commit, so it is only for then.
-    if not pg_try_advisory_xact_lock_shared(tg_relid::integer, 1) then
-        perform pg_notify('outbox', '');
+    if (pg_catalog.current_setting('outbox.notify', true) operator(pg_catalog.=) 'off') is not true
+       and not pg_catalog.pg_try_advisory_xact_lock_shared(tg_relid::integer, 1)
+    then
+        perform pg_catalog.pg_notify('outbox', '');
     end if;
     return null;
 end
