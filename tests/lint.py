@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CONFIG = ROOT / "python" / "pyproject.toml"
-SOURCES = ["python/src", "tests", "sql/packaging"]
+SOURCES = ["python/src", "python/hatch_build.py", "tests", "sql/packaging"]
 BIN = ROOT / ".venv" / "bin"
 
 

@@ -408,8 +408,13 @@ begin
     where jsonb_typeof(e.message) <> 'object'
        or (e.message ? 'payload') = (e.message ? 'body')
        or (e.message ? 'content_type') and not (e.message ? 'body')
-       -- Nearly all have these two fields and no others; only the others are looked at one by one.
-       or (e.message - '{payload,routing_key}'::text[] <> '{}' or jsonb_typeof(e.message -> 'routing_key') <> 'string')
+       -- Nearly all have these fields and no others, and a body without line breaks; only the others are looked at one by one.
+       or (e.message - '{payload,body,content_type,routing_key}'::text[] <> '{}'
+           or jsonb_typeof(e.message -> 'routing_key') <> 'string'
+           or jsonb_typeof(e.message -> 'content_type') <> 'string'
+           or jsonb_typeof(e.message -> 'body') <> 'string'
+           or octet_length(e.message ->> 'body') % 4 <> 0
+           or e.message ->> 'body' !~ '^[A-Za-z0-9+/]*={0,2}$')
           and exists (
               select
               from jsonb_each(e.message) as f

@@ -81,6 +81,9 @@ create or replace function outbox._free_keys(lanes smallint[], heads bigint[])
     set search_path = pg_catalog, pg_temp
 as $function$
 begin
+    if not exists (select from outbox.held_key as k where k.lane = any (_free_keys.lanes)) then
+        return;
+    end if;
     -- The next obstacle may be a message of the key that died behind this one, and was parked.
     update outbox.held_key as k
     set head_id = (
@@ -195,9 +198,10 @@ begin
         and a.key = b.key
     where m.id = b.head_id
       and a.head_id < b.head_id;
-    -- Older ones of the key that are in the same hands and unsettled: should they come back, they go before the new head.
+    -- Others of the key that are in the same hands and unsettled: should they come back, older ones go before the new
+    -- head, younger ones stand in line behind it, among those that failed.
     update outbox.message as m
-    set due_at = v_now
+    set due_at = case when m.id < k.head_id then v_now else 'infinity' end
     from outbox.held_key as k
     where m.id in (
           select h.id
@@ -208,8 +212,7 @@ begin
       and m.id <> all (v_ids)
       and k.lane = m.lane
       and k.key = m.key
-      and k.head_id = any (v_ids)
-      and m.id < k.head_id;
+      and k.head_id = any (v_ids);
 
     update outbox.message as m
     set attempts = m.attempts + mark_failed.counts::integer,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
+from outbox.emit import Emitter, emit, emit_many
 from outbox.errors import (
     BrokerUnavailableError,
     ConfigurationError,
@@ -11,20 +12,47 @@ from outbox.errors import (
     ExchangeMissingError,
     NotInstalledError,
     OutboxError,
+    RefusedError,
     UnavailableError,
 )
-from outbox.relay import MessageRelay
+from outbox.install import install_sql
+from outbox.message import OutboxMessage
+from outbox.tracking import get_tracking_ids, tracking
 
-__version__ = version("pg-outbox")
+if TYPE_CHECKING:
+    from outbox.relay import MessageRelay
+
+    __version__: str
 
 __all__ = [
     "BrokerUnavailableError",
     "ConfigurationError",
     "DatabaseUnavailableError",
+    "Emitter",
     "ExchangeMissingError",
     "MessageRelay",
     "NotInstalledError",
     "OutboxError",
+    "OutboxMessage",
+    "RefusedError",
     "UnavailableError",
     "__version__",
+    "emit",
+    "emit_many",
+    "get_tracking_ids",
+    "install_sql",
+    "tracking",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What loads a driver, or takes long to load, is loaded when it is asked for: an emitter needs none of it."""
+    if name == "MessageRelay":
+        from outbox.relay import MessageRelay  # noqa: PLC0415
+
+        return MessageRelay
+    if name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415
+
+        return version("pg-outbox")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,10 +33,18 @@ class BrokerUnavailableError(UnavailableError):
     """RabbitMQ is away or did not answer in time."""
 
 
-class RefusedError(OutboxError):
-    """The database package refused a call; the code says why, in every language the same."""
+class RefusedError(OutboxError, ValueError):
+    """A call was refused, here or by the database package: code, words and hint are the same on both sides."""
 
     code: ClassVar[str]
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
 
 
 class MissingArgumentError(RefusedError):

@@ -1,0 +1,89 @@
+"""The Django app: what its checks say, and the relay as a management command."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+import databases
+from databases import query
+from emitter.documents import write
+from emitter.kinds import Waiting, django_connection, django_place
+from outbox import emit
+
+Db = psycopg.Connection[Any]
+
+
+def findings(dsn: str) -> list[str]:
+    django_connection(dsn)
+    from outbox.django.apps import check_database  # noqa: PLC0415 - needs Django's settings
+
+    return [f"{found.id} {found.msg}" for found in check_database(databases=["default"])]
+
+
+@pytest.fixture
+def own() -> Iterator[str]:
+    with databases.database(databases.SERVER) as dsn:
+        yield dsn
+
+
+def test_checks(own: str) -> None:
+    assert findings(own) == ["outbox.W001 outbox is not installed in database 'default'"]
+    databases.install(own, "plain")
+    assert findings(own) == []
+    query(own, "create or replace function outbox.version() returns text language sql as $$ select '0.0.7' $$")
+    (found,) = findings(own)
+    assert found.startswith("outbox.W002 database 'default' has outbox 0.0.7, and pg-outbox is ")
+
+
+@pytest.fixture
+def role(dsn: str) -> Iterator[tuple[str, str]]:
+    name = f"outbox_test_{secrets.token_hex(6)}"
+    query(dsn, f"create role {name} login password 'secret'")
+    yield name, dsn.replace(urlsplit(dsn).netloc.rpartition("@")[0], f"{name}:secret")
+    django_connection(dsn)
+    query(dsn, f"drop owned by {name}; drop role {name}")
+
+
+def test_check_of_the_rights(role: tuple[str, str], cleaner: Db) -> None:
+    name, dsn = role
+    refused = [f"outbox.W003 user '{name}' may not emit in database 'default'"]
+    assert findings(dsn) == refused
+    cleaner.execute(f"grant usage on schema outbox to {name}; grant execute on function outbox.emit_bytes to {name}")
+    assert findings(dsn) == refused
+    cleaner.execute(f"grant execute on function outbox.emit_many to {name}")
+    assert findings(dsn) == []
+
+
+def test_relay(tmp_path: Path, dsn: str, db: Db, amqp_url: str, waiting: Waiting) -> None:
+    settings = f"DATABASES = {{'default': {django_place(dsn)}}}\nINSTALLED_APPS = ['outbox.django']\n"
+    write(tmp_path, {"settings.py": settings})
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("OUTBOX")}
+
+    def relay(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "django", "outbox_relay", "--once", *arguments],
+            env=clean | {"PYTHONPATH": str(tmp_path), "DJANGO_SETTINGS_MODULE": "settings", "OUTBOX_DECLARE": "on"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    emit(db, "nobody.listens", 1)
+    nowhere = relay()
+    assert nowhere.returncode == 1
+    assert "CommandError: no broker given: pass --amqp-url or set OUTBOX_AMQP_URL" in nowhere.stderr
+    done = relay("--amqp-url", amqp_url)
+    assert done.returncode == 0, done.stderr
+    # Sent, and returned, since no queue is bound.
+    (message,) = waiting()
+    assert message.eta is not None
