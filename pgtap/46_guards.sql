@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(130);
+select plan(139);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -111,7 +111,7 @@ select is(
     (select array_agg(leased_until < clock_timestamp() + interval '4 s' order by lane) from outbox.lane where lane in (1, 2)), array[true, false], 'only that one is cut'
 );
 
--- Claim: every other one begins with a suspect. The turns are known: 3, 4, 5 ...; lane 1 comes before lane 2 in each.
+-- Claim: about every other one begins with a suspect. The turns are known: 3, 4, 5 ...; lane 1 comes before lane 2 in each.
 create function pg_temp.claims(times integer, died boolean) returns text language plpgsql as $function$
 declare
     v_claimed text := '';
@@ -130,7 +130,7 @@ $function$;
 call pg_temp.start_over();
 select outbox.emit('other', '1', key => pg_temp.key_of(1)) as other, outbox.emit('suspect', '1', key => pg_temp.key_of(2)) as suspect \gset
 update outbox.lane set suspects = array[:suspect], trial = 1 where lane = 2;
-select setseed(0.5);
+select setseed(0.5), setval('outbox.lane_turn', 64 * 1000 + 2) as turn \gset
 select is(
     (select array_agg(distinct c) from unnest(string_to_array(trim(pg_temp.claims(40, false)), ' ')) as c),
     array['other', 'suspect'], 'suspects and others both get their turns when they are given back'
@@ -155,12 +155,41 @@ select is(pg_temp.claim(5, relay => 44), 's2', 'when it has settled them it gets
 select pg_temp.settle(5) as settled \gset
 select is((select row(suspects, kills)::text from pg_temp.lane(2)), '({},0)', 'and then the lane is like any other');
 
+call pg_temp.start_over();
+select
+    outbox.emit('held', '1', key => pg_temp.key_of(1)) as held,
+    outbox.emit('suspect', '1', key => pg_temp.key_of(2)) as suspect,
+    outbox.emit('third', '1', key => pg_temp.key_of(3)) as third
+\gset
+update outbox.lane set token = pg_temp.token(1), leased_until = clock_timestamp() + interval '1 min', relay = 43, handed = array[:held] where lane = 1;
+update outbox.lane
+set token = pg_temp.token(2), leased_until = clock_timestamp() - interval '1 s', handed = array[:suspect], suspects = array[:suspect], trial = 1
+where lane = 2;
+select is(pg_temp.claim(3, relay => 43), '', 'a lease of suspects that has ended: a relay that holds something gets nothing');
+
+-- Suspects that are gone, in a lane with nothing else: they hold up nobody for longer than a claim.
+call pg_temp.start_over();
+update outbox.lane set suspects = array[0], trial = 1 where lane = 2;
+select is(pg_temp.claim(1, relay => 43), '', 'nothing is left of the suspects');
+select is((select suspects from pg_temp.lane(2)), '{}', 'and nothing is suspected any more');
+
+-- Suspects say nothing of the ready messages before them.
+call pg_temp.start_over();
+update outbox.lane set floor = 0, reach = 0;
+select outbox.emit('ready', '1', key => pg_temp.key_of(1)) as ready, outbox.emit('due', '1', key => pg_temp.key_of(1, 2), delay => '1 h') as due \gset
+update outbox.message set due_at = clock_timestamp() - interval '1 s' where id = :due;
+update outbox.lane set suspects = array[:due], trial = 1 where lane = 1;
+select is(pg_temp.claim(1), 'due', 'a suspect whose time has come');
+select is(pg_temp.settle(1), 1, 'is settled');
+select is(pg_temp.claim(2), 'ready', 'and what was emitted before it leaves');
+
 -- The first suspect that may leave, as it would leave otherwise.
-create function pg_temp.suspects(ids bigint[], died integer = 3) returns text language sql as $$
+create function pg_temp.suspects(ids bigint[], died integer = 3, together integer = 1, quota integer = 500, room bigint = 1000000)
+    returns text language sql as $$
     select format('%s of %s, %s', p.ids, p.suspects, p.kills)
     from outbox.lane as l
     cross join lateral outbox._take_suspects(
-        jsonb_populate_record(l, jsonb_build_object('suspects', ids, 'trial', 1, 'kills', died)), 500, 1000000, clock_timestamp()
+        jsonb_populate_record(l, jsonb_build_object('suspects', ids, 'trial', together, 'kills', died)), quota, room, clock_timestamp()
     ) as p
     where l.lane = 1;
 $$;
@@ -184,6 +213,9 @@ select is(pg_temp.suspects(array[:lost, :free]), format('{%s} of {%s}, 0', :free
 select is(pg_temp.suspects(array[:behind, :free]), format('{%s} of {%s}, 0', :free, :free), 'and a ready one behind a failing one');
 update outbox.message set due_at = clock_timestamp() - interval '1 s' where id in (:later, :head);
 select is(pg_temp.suspects(array[:later, :free]), format('{%s} of {%s,%s}, 3', :later, :later, :free), 'one whose time has come is handed out');
+select is(pg_temp.suspects(array[:later, :free], together => 2, quota => 1), format('{%s} of {%s,%s}, 3', :later, :later, :free), 'no more than the batch takes');
+select is(pg_temp.suspects(array[:later, :free], together => 2, room => 1), format('{%s} of {%s,%s}, 3', :later, :later, :free), 'no more than there is room for');
+select is(pg_temp.suspects(array[:later, :free], together => 2, room => 0), format('{%s} of {%s,%s}, 3', :later, :later, :free), 'but the first, however large');
 select is(pg_temp.suspects(array[:head, :free]), format('{%s} of {%s,%s}, 3', :head, :head, :free), 'so is the failing one itself');
 update outbox.held_key set head_id = null;
 select is(pg_temp.suspects(array[:held, :free]), format('{%s} of {%s,%s}, 3', :held, :held, :free), 'and one that was held, when nothing is before it any more');
@@ -227,7 +259,7 @@ call pg_temp.fail(1, '{due,due too}');
 call pg_temp.fail(1, '{failed}');
 select ok((select due_at > clock_timestamp() + interval '30 min' from outbox.message where id = :delayed), 'an older one that waits for its time goes on waiting');
 select is(
-    (select array_agg(routing_key order by id) from outbox.message where due_at is null), array['other', 'after'], 'another key and a newer one stay as they are'
+    (select array_agg(routing_key order by id) from outbox.message where due_at is null), array['other'], 'another key stays as it is, a newer one stands behind'
 );
 select outbox.release_batch(pg_temp.token(1)) as released \gset
 select is(pg_temp.claim(1), 'due due too older failed other', 'an older one comes back before it, a newer one waits');
@@ -401,13 +433,13 @@ select is(pg_temp.claim(1), 'm1', 'a due message is handed out');
 select outbox.release_batch(pg_temp.token(1)) as released \gset
 select is((select floor from pg_temp.lane(1)), 6::bigint, 'and given back: it follows the proof, and no further');
 
--- The first suspect is settled: the next one is accused of nothing.
+-- The first suspect is settled: the next ones are accused of nothing, and stay in order.
 call pg_temp.start_over();
-select outbox.emit('s1', '1', key => pg_temp.key_of(1)) as s1, outbox.emit('s2', '1', key => pg_temp.key_of(1)) as s2 \gset
-update outbox.lane set suspects = array[:s1, :s2], trial = 1, kills = 3 where lane = 1;
+select outbox.emit('s1', '1', key => pg_temp.key_of(1)) as s1, outbox.emit('s2', '1', key => pg_temp.key_of(1)) as s2, outbox.emit('s3', '1', key => pg_temp.key_of(1)) as s3 \gset
+update outbox.lane set suspects = array[:s1, :s2, :s3], trial = 1, kills = 3 where lane = 1;
 select is(pg_temp.claim(1), 's1', 'the first suspect is handed out');
 select pg_temp.settle(1) as settled \gset
-select is((select row(suspects, kills) from pg_temp.lane(1))::text, format('({%s},0)', :s2), 'and settled: the count begins anew');
+select is((select row(suspects, kills) from pg_temp.lane(1))::text, format('("{%s,%s}",0)', :s2, :s3), 'and settled: the count begins anew');
 
 -- Dead and parked.
 select throws_ok(

@@ -169,6 +169,7 @@ class Proxy:
         self.held = threading.Event()  # what the server says is kept back
         self.stuck = threading.Event()  # what the relay says is not read
         self.deaf_at = b""  # deaf as soon as the relay has said this
+        self.stuck_at = b""  # stuck as soon as the relay wants to say this
         login = at.netloc.rpartition("@")[0]
         self.url = at._replace(netloc=f"{login}@127.0.0.1:{self._listener.getsockname()[1]}").geturl()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -200,6 +201,8 @@ class Proxy:
     def _pass_on(self, source: socket.socket, target: socket.socket, waiting: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if waiting is self.stuck and self.stuck_at and self.stuck_at in data:
+                    self.stuck.set()
                 while waiting.is_set():
                     time.sleep(0.01)
                 if waiting is self.stuck and self.deaf_at and self.deaf_at in data:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import servers
-from chaos.stage import Stage, stage
+from chaos.stage import LONG, Stage, stage
 
-LONG = os.environ.get("OUTBOX_LONG") == "1"
 REPEAT = int(os.environ.get("OUTBOX_REPEAT", "2" if LONG else "1"))
 QUEUES = ("classic", "quorum")
 HERE = Path(__file__).parent

@@ -25,7 +25,8 @@ import servers
 from chaos.oracle import LEDGER, Emitters, Evidence, Message, Verdict, judge
 from chaos.proxy import Amqp, Postgres, Proxy
 
-TOTAL = 10_000
+LONG = os.environ.get("OUTBOX_LONG") == "1"
+TOTAL, SECONDS = (10_000, 5.0) if LONG else (4_000, 2.0)
 WINDOW = 200
 LEASE = 6.0
 PATIENCE = 60.0
@@ -136,7 +137,7 @@ class Stage:
 
     # --- actors
 
-    def emit(self, total: int = TOTAL, seconds: float = 4.0, **more: Any) -> Emitters:
+    def emit(self, total: int = TOTAL, seconds: float = SECONDS, **more: Any) -> Emitters:
         """Returns when there is a backlog, so that what happens next happens to a busy relay."""
         self.note(f"emit {total} messages in {seconds} s")
         emitters = Emitters(self.dsn, self.seed + len(self.emitters), total, seconds, **more)
@@ -199,6 +200,13 @@ class Stage:
             assert time.monotonic() < deadline, f"no progress: {now} waiting, leased, settled; wanted {goal} settled"
             time.sleep(0.05)
         self.note(f"{now[2]} settled, {now[0]} waiting")
+
+    def rounds(self, times: int, **more: Any) -> Iterator[int]:
+        """For a fault each: there is a backlog, and a relay is at work on it."""
+        for number in range(times):
+            self.emit(TOTAL // times, SECONDS / times, **more)
+            self.await_progress(TOTAL // times // 5)
+            yield number
 
     def await_emitted(self) -> None:
         for emitters in self.emitters:

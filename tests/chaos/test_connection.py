@@ -59,13 +59,11 @@ FAULTS: dict[str, Callable[[Proxy], None]] = {
 
 def suffer(scene: Stage, proxy: Proxy, fault: Callable[[Proxy], None], times: int) -> None:
     """A fault in the midst of traffic, so often; each may end a session with a window in flight."""
-    scene.emit(seconds=6)
     if proxy.protocol is Amqp:
         scene.relay(amqp=proxy.url)
     else:
         scene.relay(pg=proxy.url)
-    for number in range(times):
-        scene.await_progress(500 if number == 0 else 200)
+    for _ in scene.rounds(times):
         fault(proxy)
         scene.unclean += 1
     scene.finish()
@@ -74,11 +72,10 @@ def suffer(scene: Stage, proxy: Proxy, fault: Callable[[Proxy], None], times: in
 def test_broker_connection_reset_stalled_and_black(scene: Stage) -> None:
     """Some of the faults below, one after another."""
     proxy = scene.amqp_proxy()
-    scene.emit(seconds=8)
     scene.relay(amqp=proxy.url)
-    for fault in ("reset", "stalled for a moment", "half closed", "black hole"):
-        scene.await_progress(300)
-        FAULTS[fault](proxy)
+    faults = ("reset", "stalled for a moment", "half closed", "black hole")
+    for number in scene.rounds(len(faults)):
+        FAULTS[faults[number]](proxy)
         scene.unclean += 1
     scene.finish()
 
@@ -133,10 +130,8 @@ def test_confirms_swallowed_with_a_second_relay(scene: Stage) -> None:
 def test_broker_says_blocked(scene: Stage) -> None:
     """Nothing is wrong but that the broker says so: nobody is disconnected, so nothing comes twice."""
     proxy = scene.amqp_proxy()
-    scene.emit(seconds=4)
     scene.relay(amqp=proxy.url)
-    for _ in range(2):
-        scene.await_progress(300)
+    for _ in scene.rounds(2):
         proxy.inject(Amqp.blocked("low on memory"))
         time.sleep(LEASE * 1.2)
         proxy.inject(Amqp.unblocked())
@@ -146,7 +141,7 @@ def test_broker_says_blocked(scene: Stage) -> None:
 @pytest.mark.parametrize(
     "calls",
     [
-        ["claim_batch", "mark_sent"] * 2,
+        ["claim_batch", "mark_sent"],
         pytest.param(["claim_batch"] * 5, marks=pytest.mark.long),
         pytest.param(["mark_sent"] * 5, marks=pytest.mark.long),
     ],
@@ -155,11 +150,9 @@ def test_broker_says_blocked(scene: Stage) -> None:
 def test_answer_lost(scene: Stage, calls: list[str]) -> None:
     """The database has done it, and the relay never hears of it."""
     proxy = scene.pg_proxy()
-    scene.emit(seconds=3)
     scene.relay(pg=proxy.url)
-    for call in calls:
-        scene.await_progress(300)
-        proxy.when("answer", text=call, do="cut").wait()
+    for number in scene.rounds(len(calls)):
+        proxy.when("answer", text=calls[number], do="cut").wait()
         scene.unclean += 1
         proxy.forget()
     scene.finish()
@@ -171,7 +164,7 @@ def test_statement_lost(scene: Stage, call: str) -> None:
     """The database never hears of it."""
     proxy = scene.pg_proxy()
     rule = proxy.when("statement", text=call, do="cut")
-    scene.emit(seconds=3)
+    scene.emit()
     scene.relay(pg=proxy.url)
     rule.wait()
     scene.unclean += 1

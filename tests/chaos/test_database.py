@@ -28,10 +28,8 @@ where datname = current_database() and pid <> pg_backend_pid() and application_n
 
 @pytest.mark.long
 def test_backends_terminated(scene: Stage) -> None:
-    scene.emit(seconds=8)
     scene.relay()
-    for _ in range(10):
-        scene.await_progress(200)
+    for _ in scene.rounds(10):
         [(ended,)] = scene.execute(TERMINATE)
         assert ended > 0
         scene.note(f"{ended} backends terminated")
@@ -42,10 +40,8 @@ def test_backends_terminated(scene: Stage) -> None:
 @pytest.mark.long
 def test_all_backends_terminated(scene: Stage) -> None:
     """Those of the emitters too, in the midst of a COMMIT if it happens so."""
-    scene.emit(seconds=8)
     scene.relay()
-    for _ in range(10):
-        scene.await_progress(200)
+    for _ in scene.rounds(10):
         scene.execute(TERMINATE.replace("application_name like 'outbox%%'", "true"))
         scene.note("all backends terminated")
         scene.unclean += 1
@@ -119,21 +115,18 @@ def restart(pooler: Pooler) -> None:
 
 def test_through_a_pooler(scene: Stage, pooler: Pooler) -> None:
     """Nothing comes twice in quiet times; then a relay is killed, whose lease alone tells that it is gone."""
-    scene.emit(seconds=5)
     relay = scene.relay(pg=pooler.url)
     scene.relay(pg=pooler.url)
-    scene.await_progress(1000)
-    scene.kill(relay)
+    for _ in scene.rounds(1):
+        scene.kill(relay)
     scene.finish()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [nothing, restart], ids=lambda f: f.__name__)
 def test_pooler(scene: Stage, pooler: Pooler, fault: Callable[[Pooler], None]) -> None:
-    scene.emit(seconds=5)
     scene.relay(pg=pooler.url)
-    for _ in range(3):
-        scene.await_progress(500)
+    for _ in scene.rounds(3):
         fault(pooler)
         scene.note(f"{fault.__name__} done")
         scene.unclean += int(fault is restart)

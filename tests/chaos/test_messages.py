@@ -11,7 +11,7 @@ import pytest
 
 import servers
 from chaos.oracle import Poison
-from chaos.stage import Stage
+from chaos.stage import TOTAL, Stage
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -38,9 +38,9 @@ def give_up_soon(scene: Stage) -> None:
         scene.execute("select outbox.configure(%s, %s)", name, value)
 
 
-def suffer(scene: Stage, poison: Poison, *, poisonous: float = 0.001, amqp: str | None = None) -> None:
+def suffer(scene: Stage, poison: Poison, *, amqp: str | None = None) -> None:
     give_up_soon(scene)
-    emitters = scene.emit(seconds=4, poison=poison, poisonous=poisonous)
+    emitters = scene.emit(poison=poison, poisonous=12 / TOTAL)
     scene.relay(amqp=amqp)
     scene.await_emitted()
     assert emitters.poison
@@ -80,5 +80,5 @@ def test_forbidden_exchange(scene: Stage, management: Any) -> None:
 def test_oversized(own: Stage, pair: servers.Servers) -> None:
     """A broker that takes less than we emit."""
     pair.rabbitmq.ctl("eval", "application:set_env(rabbit, max_message_size, 50000).")
-    suffer(own, oversized, poisonous=0.0005)
+    suffer(own, oversized)
     pair.rabbitmq.ctl("eval", "application:set_env(rabbit, max_message_size, 134217728).")

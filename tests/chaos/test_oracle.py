@@ -75,7 +75,8 @@ def test_sabotage_is_seen(scene: Stage) -> None:
     [(gone,)] = scene.execute(
         "delete from outbox.message where id = (select max(id) from outbox.message) returning message_id"
     )
-    forged = {"key": f"{scene.seed}-1", "number": 10_000}
+    [(key,)] = scene.execute("select key from outbox.message order by id limit 1")
+    forged = {"key": key, "number": 10_000}
     properties = {"message_id": "forged", "delivery_mode": 2}
     scene.manage(
         "POST",

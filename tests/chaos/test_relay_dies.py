@@ -8,7 +8,7 @@ import time
 import pytest
 
 from chaos.proxy import Proxy, Rule
-from chaos.stage import LEASE, Stage
+from chaos.stage import LEASE, TOTAL, Stage
 
 STEPS = {
     "before the claim": ("pg", "statement", "claim_batch", 1, False),
@@ -30,9 +30,9 @@ def hold_at(step: str, pg: Proxy, amqp: Proxy) -> Rule:
 
 def kill_at(scene: Stage, step: str, pg: Proxy, amqp: Proxy, messages: int) -> None:
     """Lets a relay work for a while, holds it at the step, kills it there."""
-    scene.emit(total=messages, seconds=3)
+    scene.emit(total=messages, seconds=2)
     relay = scene.relay(pg=pg.url, amqp=amqp.url)
-    scene.await_progress(300)
+    scene.await_progress(150)
     scene.note(f"next: {step}")
     rule = hold_at(step, pg, amqp)
     rule.wait()
@@ -46,7 +46,7 @@ def kill_at(scene: Stage, step: str, pg: Proxy, amqp: Proxy, messages: int) -> N
 def test_killed_at_every_step(scene: Stage) -> None:
     pg, amqp = scene.pg_proxy(), scene.amqp_proxy()
     for step in STEPS:
-        kill_at(scene, step, pg, amqp, messages=1300)
+        kill_at(scene, step, pg, amqp, messages=TOTAL // 5)
     scene.relay()
     scene.finish()
 
@@ -67,7 +67,7 @@ def test_killed_again_and_again(scene: Stage, step: str) -> None:
 def test_stopped_longer_than_its_lease(scene: Stage) -> None:
     """It wakes up with a batch that another has sent meanwhile, and must not settle it."""
     pg, amqp = scene.pg_proxy(), scene.amqp_proxy()
-    scene.emit(seconds=5)
+    scene.emit()
     relay = scene.relay(pg=pg.url, amqp=amqp.url)
     scene.await_progress(500)
     rule = hold_at("published, no confirm yet", pg, amqp)

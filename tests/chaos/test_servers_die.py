@@ -55,10 +55,8 @@ def restart_both(pair: servers.Servers) -> None:
 
 
 def suffer(own: Stage, pair: servers.Servers, fault: Fault, times: int = 1) -> None:
-    own.emit(seconds=5)
     own.relay()
-    for _ in range(times):
-        own.await_progress(500)
+    for _ in own.rounds(times):
         own.note(f"{fault.__name__} begins")
         fault(pair)
         own.note(f"{fault.__name__} is over")
@@ -79,10 +77,8 @@ def test_database_crashes_under_lazy_emitters(own: Stage, pair: servers.Servers)
     """They do not wait for the disk, so the crash forgets commits; nothing that it forgets may have been published."""
     own.execute("alter system set wal_writer_delay = '10s'")
     own.execute("select pg_reload_conf()")
-    own.emit(seconds=5, synchronous=False)
     own.relay()
-    for _ in range(2):
-        own.await_progress(1000)
+    for _ in own.rounds(2, synchronous=False):
         own.note("crash")
         crash_database(pair)
         own.unclean += 1

@@ -27,9 +27,10 @@ from hypothesis.stateful import (
 )
 
 LONG = os.environ.get("OUTBOX_LONG") == "1"
-EXAMPLES = int(os.environ.get("OUTBOX_MODEL_EXAMPLES", "400" if LONG else "50"))
+EXAMPLES = int(os.environ.get("OUTBOX_MODEL_EXAMPLES", "400" if LONG else "40"))
 STEPS = 50
 MAX_ATTEMPTS = 3
+EVERY = 7
 KEYS = ("c", "c", "c", "d", "x", None)  # c and d share a lane
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -93,6 +94,9 @@ class Lease:
 
 SESSION = st.integers(0, 2)
 PICK = st.integers(0, 1000)
+SIZE = st.sampled_from([1, 2, 3, 500, 500, 500])
+ROOM = st.sampled_from([100, 4000, 8388608, 8388608])
+PART = st.sampled_from([7, 7, 7, 1, 2, 3, 4, 5, 6, 0])  # which of every three messages
 
 
 class Model(RuleBasedStateMachine):
@@ -137,25 +141,23 @@ class Model(RuleBasedStateMachine):
         key=st.sampled_from(KEYS),
         delay=st.sampled_from([None, None, None, "1 h"]),
         size=st.sampled_from([1, 10, 3000]),
+        name=st.sampled_from([None, None, None, "p", "q"]),
     )
-    def emit(self, which: int, key: str | None, delay: str | None, size: int) -> None:
-        self.emit_as(self.sessions[which], key, delay, size, None)
+    def emit(self, which: int, key: str | None, delay: str | None, size: int, name: str | None) -> None:
+        session = self.sessions[which]
+        if name in self.touched(session):
+            return  # it would wait
+        if name:
+            session.touched.add(name)
+        self.emit_as(session, None if name else key, None if name else delay, size, name)
 
-    @rule(key=st.sampled_from(KEYS), count=st.integers(1, 3))
+    @rule(key=st.sampled_from(KEYS), count=st.integers(1, 5))
     def emit_and_commit(self, key: str | None, count: int) -> None:
         session = Session(self.owner)
         for _ in range(count):
             self.emit_as(session, key, None, 1, None)
         self.owner.execute("commit")
         self.ended(session, committed=True)
-
-    @rule(which=SESSION, name=st.sampled_from(["p", "q"]))
-    def emit_dedup(self, which: int, name: str) -> None:
-        session = self.sessions[which]
-        if name in self.touched(session):
-            return  # it would wait
-        session.touched.add(name)
-        self.emit_as(session, None, None, 1, name)
 
     def touched(self, but: Session | None = None) -> set[str]:
         others = [*self.sessions, *self.prepared.values()]
@@ -176,18 +178,36 @@ class Model(RuleBasedStateMachine):
             session.dedup.append((name, id_, len(session.done)))
         session.done.append(("emit", Message(id_, key, lane, delay is not None, self.ends, asleep=delay is not None)))
 
-    @rule(which=SESSION)
-    def savepoint(self, which: int) -> None:
-        session = self.sessions[which]
-        self.begin(session).execute(f"savepoint s{len(session.savepoints)}")
-        session.savepoints.append(len(session.done))
-
-    @precondition(lambda self: any(session.savepoints for session in self.sessions))
-    @rule(pick=PICK, release=st.booleans())
-    def end_savepoint(self, pick: int, *, release: bool) -> None:
-        able = [session for session in self.sessions if session.savepoints]
+    @precondition(lambda self: self.prepared or any(session.open for session in self.sessions))
+    @rule(
+        pick=PICK,
+        how=st.sampled_from(
+            ["all", "all", "commit", "rollback", "savepoint", "release", "undo", "cancel", "prepare", "finish"]
+        ),
+    )
+    def end(self, pick: int, how: str) -> None:
+        """A transaction ends, or a part of it."""
+        able = [session for session in self.sessions if session.open]
+        if not able or (how == "finish" and self.prepared):
+            self.end_prepared(pick, commit=pick % 3 > 0)
+            return
         session = able[pick % len(able)]
-        at = pick % len(session.savepoints)
+        if how == "all":
+            for one in able:
+                self.end_transaction(one, "commit")
+        elif how == "savepoint":
+            self.begin(session).execute(f"savepoint s{len(session.savepoints)}")
+            session.savepoints.append(len(session.done))
+        elif how in {"release", "undo"} and session.savepoints:
+            self.end_savepoint(session, pick % len(session.savepoints), release=how == "release")
+        elif how == "cancel" and session.emitted():
+            self.cancel_own(session, session.emitted()[pick % len(session.emitted())])
+        elif how in {"rollback", "prepare"}:
+            self.end_transaction(session, how)
+        else:
+            self.end_transaction(session, "commit")
+
+    def end_savepoint(self, session: Session, at: int, *, release: bool) -> None:
         db = self.begin(session)
         if release:
             db.execute(f"release savepoint s{at}")
@@ -197,11 +217,7 @@ class Model(RuleBasedStateMachine):
             db.execute(f"release savepoint s{at}")
         del session.savepoints[at:]
 
-    @precondition(lambda self: any(session.open for session in self.sessions))
-    @rule(pick=PICK, how=st.sampled_from(["commit", "commit", "commit", "rollback", "prepare"]))
-    def end(self, pick: int, how: str) -> None:
-        able = [session for session in self.sessions if session.open]
-        session = able[pick % len(able)]
+    def end_transaction(self, session: Session, how: str) -> None:
         db = self.begin(session)
         if how == "prepare":
             gid = f"model-{uuid.uuid4()}"
@@ -212,8 +228,6 @@ class Model(RuleBasedStateMachine):
             self.ended(session, committed=how == "commit")
         self.sessions[self.sessions.index(session)] = Session(db)
 
-    @precondition(lambda self: self.prepared)
-    @rule(pick=PICK, commit=st.booleans())
     def end_prepared(self, pick: int, *, commit: bool) -> None:
         gid = list(self.prepared)[pick % len(self.prepared)]
         self.owner.execute(f"{'commit' if commit else 'rollback'} prepared '{gid}'")
@@ -228,19 +242,14 @@ class Model(RuleBasedStateMachine):
             self.messages |= {message.id: message for message in kept}
             self.dedup |= {name: id_ for name, id_, _ in session.dedup if id_ in {message.id for message in kept}}
 
-    @precondition(lambda self: any(session.emitted() for session in self.sessions))
-    @rule(pick=PICK)
-    def cancel_own(self, pick: int) -> None:
-        able = [session for session in self.sessions if session.emitted()]
-        session = able[pick % len(able)]
-        message = session.emitted()[pick % len(session.emitted())]
+    def cancel_own(self, session: Session, message: Message) -> None:
         assert self.begin(session).execute("select outbox.cancel(%s)", [message.id]).fetchall() == [(True,)]
         session.dedup = [one for one in session.dedup if one[1] != message.id]
         session.done.append(("cancel", message))
 
-    @precondition(lambda self: self.waiting())
-    @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
+        if not self.waiting():
+            return
         message = self.waiting()[pick % len(self.waiting())]
         if any(self.dedup.get(name) == message.id for name in self.touched()):
             return  # it would wait
@@ -252,9 +261,8 @@ class Model(RuleBasedStateMachine):
             message.state = "cancelled"
             self.dedup = {name: id_ for name, id_ in self.dedup.items() if id_ != message.id}
 
-    @rule()
-    def unrelated_writer(self) -> None:
-        """Open, it holds back the proof by xid."""
+    def write_elsewhere(self) -> None:
+        """Open, the writer holds back the proof by xid."""
         if self.writing:
             self.writer.execute("rollback")
         else:
@@ -276,12 +284,7 @@ class Model(RuleBasedStateMachine):
     def held_by(self, token: uuid.UUID) -> set[int]:
         return {id_ for lease in self.leases.values() if lease.token == token for id_ in lease.ids}
 
-    @rule(
-        size=st.sampled_from([1, 2, 3, 500, 500]),
-        room=st.sampled_from([100, 4000, 8388608, 8388608]),
-        named=st.booleans(),
-        later=st.booleans(),
-    )
+    @rule(size=SIZE, room=ROOM, named=st.booleans(), later=st.booleans())
     def claim(self, size: int, room: int, *, named: bool, later: bool) -> None:
         if later:
             self.time_passes()
@@ -292,7 +295,8 @@ class Model(RuleBasedStateMachine):
         self.claims += 1
         token = uuid.UUID(int=self.claims)
         life = self.life if named else None
-        found = (self.relay if named else self.nameless).execute(
+        relay = self.relay if named else self.nameless
+        found = relay.execute(
             "select id, key from outbox.claim_batch(%s, %s, '1 h', %s, %s)", [token, size, room, life]
         ).fetchall()
         self.prolong()
@@ -344,14 +348,13 @@ class Model(RuleBasedStateMachine):
             if message.key is None:
                 continue
             for other in self.waiting():
-                if other.key != message.key or other.id == id_:
+                if other.key != message.key or other.id >= id_ or place.get(other.id, len(ids)) < place[id_]:
                     continue
                 holds = other.failed and not message.failed and message.timed
                 assert not holds, f"{id_} overtook {other.id}, which holds their key"
                 # Emits that overlap have no order; those of one transaction do.
                 serial = other.committed <= message.emitted or other.committed == message.committed
-                if serial and not other.timed and not message.timed and other.id < id_:
-                    assert place.get(other.id, len(ids)) < place[id_], f"{id_} overtook {other.id} of its key"
+                assert not serial or other.timed or message.timed, f"{id_} overtook {other.id} of its key"
 
     def take_over(self, token: uuid.UUID, life: int | None, ids: list[int]) -> None:
         """Lanes change hands whole; only those whose lease is over."""
@@ -381,11 +384,50 @@ class Model(RuleBasedStateMachine):
                 assert message.deaths >= 6, f"{id_} died after {message.deaths} deaths"
                 message.state = "dead"
 
+    @rule(
+        size=SIZE,
+        room=ROOM,
+        later=st.booleans(),
+        sent=PART,
+        failed=PART,
+        reject=st.sampled_from([False, False, True]),
+        over=st.booleans(),
+    )
+    def work(self, size: int, room: int, sent: int, failed: int, *, later: bool, reject: bool, over: bool) -> None:
+        """What a relay does most of the time: it claims, settles, and gives back the rest."""
+        if over:
+            self.end_leases()
+        self.claim(size, room, named=False, later=later)
+        token = uuid.UUID(int=self.claims)
+        self.mark_sent(token, self.choose(token, sent, foreign=False))
+        if sent != EVERY:
+            self.mark_failed(token, self.choose(token, failed, foreign=False), reject=reject)
+            self.release(token)
+
     @precondition(lambda self: self.tokens())
-    @rule(pick=PICK, which=st.integers(0, 7), foreign=st.booleans())
-    def mark_sent(self, pick: int, which: int, *, foreign: bool) -> None:
-        token = self.tokens()[pick % len(self.tokens())]
-        ids = self.choose(token, which, foreign=foreign)
+    @rule(
+        pick=PICK,
+        how=st.sampled_from(["sent", "sent", "sent", "failed", "failed", "rejected", "release", "extend", "expire"]),
+        which=PART,
+        foreign=st.booleans(),
+    )
+    def settle_some(self, pick: int, how: str, which: int, *, foreign: bool) -> None:
+        """Mostly by a token that holds something; but whoever had one may use it for ever."""
+        held = sorted({lease.token for lease in self.leases.values()})
+        tokens = held if held and pick % 4 else self.tokens()
+        token = tokens[pick % len(tokens)]
+        if how == "sent":
+            self.mark_sent(token, self.choose(token, which, foreign=foreign))
+        elif how in {"failed", "rejected"}:
+            self.mark_failed(token, self.choose(token, which, foreign=foreign), reject=how == "rejected")
+        elif how == "release":
+            self.release(token)
+        elif how == "extend":
+            self.extend(token)
+        else:
+            self.expire(token)
+
+    def mark_sent(self, token: uuid.UUID, ids: list[int]) -> None:
         self.owner.execute(NOW)
         mine = self.held_by(token) & set(ids)
         [(settled,)] = self.relay.execute("select outbox.mark_sent(%s, %s::bigint[])", [token, ids]).fetchall()
@@ -394,11 +436,7 @@ class Model(RuleBasedStateMachine):
             self.messages[id_].state = "sent"
         self.settle(token, mine)
 
-    @precondition(lambda self: self.tokens())
-    @rule(pick=PICK, which=st.integers(0, 7), foreign=st.booleans(), reject=st.booleans())
-    def mark_failed(self, pick: int, which: int, *, foreign: bool, reject: bool) -> None:
-        token = self.tokens()[pick % len(self.tokens())]
-        ids = self.choose(token, which, foreign=foreign)
+    def mark_failed(self, token: uuid.UUID, ids: list[int], *, reject: bool) -> None:
         self.owner.execute(NOW)
         mine = self.held_by(token) & set(ids)
         [(settled,)] = self.relay.execute(
@@ -440,20 +478,14 @@ class Model(RuleBasedStateMachine):
                 else:
                     self.lose(lane)
 
-    @precondition(lambda self: self.tokens())
-    @rule(pick=PICK)
-    def release(self, pick: int) -> None:
-        token = self.tokens()[pick % len(self.tokens())]
+    def release(self, token: uuid.UUID) -> None:
         self.owner.execute(NOW)
         [(released,)] = self.relay.execute("select outbox.release_batch(%s)", [token]).fetchall()
         assert released == len(self.held_by(token))
         for lane in [lane for lane, lease in self.leases.items() if lease.token == token]:
             self.lose(lane)
 
-    @precondition(lambda self: self.tokens())
-    @rule(pick=PICK)
-    def extend(self, pick: int) -> None:
-        token = self.tokens()[pick % len(self.tokens())]
+    def extend(self, token: uuid.UUID) -> None:
         [(extended,)] = self.relay.execute("select outbox.extend_lease(%s, '1 h')", [token]).fetchall()
         assert extended == bool(self.held_by(token))
         for lease in self.leases.values():
@@ -461,17 +493,16 @@ class Model(RuleBasedStateMachine):
                 lease.expired = False
                 lease.relay = self.life if lease.relay is not None and self.life is not None else lease.relay
 
-    @precondition(lambda self: self.leases)
-    @rule(pick=PICK)
-    def expire(self, pick: int) -> None:
-        self.expire_token(list(self.leases.values())[pick % len(self.leases)].token)
-
-    def expire_token(self, token: uuid.UUID) -> None:
+    def expire(self, token: uuid.UUID) -> None:
         self.owner.execute(
             "update outbox.lane set leased_until = clock_timestamp() - interval '1 ms' where token = %s", [token]
         )
         for lease in self.leases.values():
             lease.expired = lease.expired or lease.token == token
+
+    def end_leases(self) -> None:
+        for token in {lease.token for lease in self.leases.values()}:
+            self.expire(token)
 
     def prolong(self) -> None:
         """A claim cuts the lease of a relay that is gone to 3 s; here only expire() and die() end one."""
@@ -487,8 +518,20 @@ class Model(RuleBasedStateMachine):
         for (lane,) in cut:
             assert self.leases[lane].relay not in {None, self.life}, "the lease of a living relay was cut"
 
-    @precondition(lambda self: self.life is not None)
-    @rule()
+    @rule(pick=PICK, what=st.sampled_from(["cancel", "cancel", "requeue", "sweep", "writer", "die", "die"]))
+    def meddle(self, pick: int, what: str) -> None:
+        """What happens beside emitting and relaying."""
+        if what == "cancel":
+            self.cancel(pick)
+        elif what == "requeue":
+            self.requeue(pick)
+        elif what == "sweep":
+            self.sweep()
+        elif what == "writer":
+            self.write_elsewhere()
+        elif self.life is not None:
+            self.die()
+
     def die(self) -> None:
         """The relay's session ends, and then its leases do."""
         assert self.relay.execute("select pg_advisory_unlock(%s)", [self.life]).fetchall() == [(True,)]
@@ -496,7 +539,7 @@ class Model(RuleBasedStateMachine):
             if lease.relay == self.life:
                 for id_ in lease.ids:
                     self.messages[id_].deaths += 1
-                self.expire_token(lease.token)
+                self.expire(lease.token)
         self.life = None
 
     def time_passes(self) -> None:
@@ -505,7 +548,6 @@ class Model(RuleBasedStateMachine):
         for message in self.messages.values():
             message.asleep = False
 
-    @rule(pick=PICK)
     def requeue(self, pick: int) -> None:
         dead = [message for message in self.messages.values() if message.state == "dead"]
         chosen = dead[pick % len(dead) :] if dead else []
@@ -517,7 +559,6 @@ class Model(RuleBasedStateMachine):
             message.attempts = message.deaths = 0
             message.asleep = False
 
-    @rule()
     def sweep(self) -> None:
         self.owner.execute("select outbox.cleanup()")
 
@@ -561,8 +602,9 @@ class Model(RuleBasedStateMachine):
             self.owner.execute(f"commit prepared '{gid}'")
             self.ended(self.prepared.pop(gid), committed=True)
         for _ in range(2 * len(self.messages) + 10):
-            for lease in list(self.leases.values()):
-                self.expire_token(lease.token)
+            if not self.waiting():
+                break
+            self.end_leases()
             self.claim(500, 8388608, named=False, later=True)
             for token in {lease.token for lease in self.leases.values()}:
                 ids = self.held_by(token)

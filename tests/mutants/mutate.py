@@ -215,7 +215,7 @@ def arguments(code: str, opened: int) -> list[tuple[int, int]]:
 def by_call(function: Function) -> Iterator[Change]:
     """Refusals and other calls do nothing; least and greatest are one of their arguments, min is max."""
     code, text = function.code, function.text
-    for match in re.finditer(r"perform ((?:outbox\.)?\w+)(?=\()", code):
+    for match in re.finditer(r"perform ((?:\w+\.)?\w+)(?=\()", code):
         words = text[match.start() : close(code, match.end()) + 1]
         nothing = "now" if words.endswith("()") else "num_nulls"
         yield *match.span(1), nothing, words

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import time
-from urllib.parse import quote
+from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import pytest
 from pamqp import commands
@@ -325,6 +327,158 @@ def test_database_that_hangs(db: Db, queue: Queue, pg_proxy: Proxy, start_relay:
     pg_proxy.held.clear()
     queue.receive(1)
     eventually(lambda: waiting(db) == 0, "an empty table")
+    assert relay.stop() == 0
+
+
+def test_window_counts_until_the_mark(
+    db: Db, queue: Queue, proxy: Proxy, pg_proxy: Proxy, start_relay: StartRelay
+) -> None:
+    """What is confirmed and not marked is sent again after a crash: so it is still in the window."""
+    relay = start_relay("--batch-size", "10", "--window", "20", pg=pg_proxy.url, amqp=proxy.url)
+    emit(db)
+    queue.receive(1)
+    eventually(lambda: waiting(db) == 0, "an empty table")
+    proxy.held.set()
+    db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 100)")
+    received = ids(queue, 20)
+    pg_proxy.stuck_at = b"mark_sent"
+    proxy.held.clear()
+    eventually(pg_proxy.stuck.is_set, "a mark")
+    time.sleep(0.5)
+    received += [message.properties["message_id"] for message in queue.take()]
+    assert len(received) == len(set(received)) == 20
+    os.kill(relay.process.pid, signal.SIGKILL)
+    relay.process.wait()
+    pg_proxy.cut()
+    second = start_relay()
+    eventually(lambda: waiting(db) == 0, "an empty table")
+    assert second.stop() == 0
+    received += ids(queue, 80)
+    assert len(set(received)) == 100
+    assert len(received) <= 120
+
+
+def test_memory_is_bounded(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:
+    """However large the window is in messages, what is claimed stays within a few times max_bytes."""
+    relay = start_relay("--max-bytes", "1000000", amqp=proxy.url)
+    relay.await_log("relay ready")
+    emit(db)
+    queue.receive(1)
+    proxy.held.set()
+    body = "decode(repeat('00', 300000), 'hex')"
+    db.execute(f"select outbox.emit_bytes('order.created', {body}) from generate_series(1, 50)")
+    # Three batches of four: one body may exceed the limit by its length.
+    handed = "select coalesce(sum(cardinality(handed)), 0) from outbox.lane where token is not null"
+    eventually(lambda: (db.execute(handed).fetchone() or (0,))[0] >= 9, "claims")
+    time.sleep(0.5)
+    assert (db.execute(handed).fetchone() or (0,))[0] <= 12
+    proxy.held.clear()
+    queue.receive(50)
+    assert relay.stop() == 0
+
+
+@pytest.mark.usefixtures("queue")
+def test_large_bodies_do_not_starve_heartbeats(db: Db, start_relay: StartRelay) -> None:
+    db.execute("select outbox.configure('max_body_bytes', '10000000')")
+    body = "decode(repeat('00', 5000000), 'hex')"
+    db.execute(f"select outbox.emit_bytes('order.created', {body}) from generate_series(1, 12)")
+    relay = start_relay(*QUICK)
+    eventually(lambda: waiting(db) == 0, "an empty table")
+    assert relay.stop() == 0
+    assert "server unavailable" not in relay.log
+
+
+def test_brokers_are_tried_in_turn(db: Db, amqp_url: str, proxy: Proxy, queue: Queue, start_relay: StartRelay) -> None:
+    relay = start_relay(amqp=f"amqp://127.0.0.1:1/, {proxy.url}, {amqp_url}")
+    relay.await_log("server unavailable")
+    relay.await_log("relay ready")
+    emit(db)
+    queue.receive(1)
+    proxy.close()
+    emit(db)
+    queue.receive(1)
+    assert relay.stop() == 0
+
+
+def relay_role(db: Db) -> str:
+    role = f"outbox_test_{secrets.token_hex(6)}"
+    db.execute(f"create role {role} login password 'x'")
+    db.execute(f"grant usage on schema outbox to {role}; grant execute on all functions in schema outbox to {role}")
+    return role
+
+
+@pytest.mark.parametrize(("deny", "permit"), [("nologin", "login"), ("connection limit 0", "connection limit -1")])
+def test_database_that_lets_nobody_in(
+    db: Db, dsn: str, queue: Queue, start_relay: StartRelay, *, deny: str, permit: str
+) -> None:
+    role = relay_role(db)
+    try:
+        at = urlsplit(dsn)
+        relay = start_relay(pg=at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl())
+        relay.await_log("relay ready")
+        emit(db)
+        queue.receive(1)
+        eventually(lambda: waiting(db) == 0, "an empty table")
+        db.execute(f"alter role {role} {deny}")
+        db.execute(f"select pg_terminate_backend(pid) {SESSIONS}")
+        relay.await_log("server unavailable")
+        emit(db)
+        time.sleep(2)
+        assert relay.log.count("\n") <= 5
+        db.execute(f"alter role {role} {permit}")
+        queue.receive(1)
+        assert relay.stop() == 0
+    finally:
+        db.execute(f"drop owned by {role}")
+        db.execute(f"drop role {role}")
+
+
+def test_changed_password_at_the_broker(
+    db: Db, amqp_url: str, management: Management, queue: Queue, start_relay: StartRelay
+) -> None:
+    user = f"outbox_test_{secrets.token_hex(6)}"
+    management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
+    try:
+        management("PUT", f"/permissions/{{vhost}}/{user}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
+        at = urlsplit(amqp_url)
+        relay = start_relay(amqp=at._replace(netloc=f"{user}:x@{at.hostname}:{at.port}").geturl())
+        relay.await_log("relay ready")
+        (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
+        management("PUT", f"/users/{user}", {"password": "y", "tags": ""})
+        management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+        relay.await_log("server unavailable")
+        emit(db)
+        time.sleep(2)
+        assert relay.log.count("\n") <= 3
+        management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
+        queue.receive(1)
+        assert attempts(db) == 0
+        assert relay.stop() == 0
+    finally:
+        management("DELETE", f"/users/{user}")
+
+
+def test_reconnecting_leaves_no_files_open(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:
+    relay = start_relay("--poll", "0.1", amqp=proxy.url)
+    relay.await_log("relay ready")
+
+    def open_files() -> int:
+        return len(list(Path(f"/proc/{relay.process.pid}/fd").iterdir()))
+
+    def disturb() -> None:
+        eventually(lambda: db.execute(f"select {SESSIONS}").rowcount == 2, "two sessions")
+        db.execute(f"select pg_terminate_backend(pid) {SESSIONS}")
+        proxy.cut()
+        emit(db)
+        queue.receive(1)
+
+    disturb()
+    eventually(lambda: db.execute(f"select {SESSIONS}").rowcount == 2, "two sessions")
+    before = open_files()
+    for _ in range(8):
+        disturb()
+    eventually(lambda: db.execute(f"select {SESSIONS}").rowcount == 2, "two sessions")
+    assert open_files() <= before
     assert relay.stop() == 0
 
 

@@ -293,6 +293,60 @@ def test_bug_has_an_exit_status_of_its_own(
     assert "outbox: internal error, please report it: ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
+HANGS = """
+import sys, time
+from outbox import cli
+from outbox.store import Store
+
+async def hang(*_, **__):
+    time.sleep(1000)
+
+Store.claim = hang
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.usefixtures("queue")
+def test_relay_that_hangs_ends_itself(dsn: str, amqp_url: str) -> None:
+    knobs = ["--lease", "3", "--confirm-timeout", "1", "--heartbeat", "1", "--send-timeout", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, "relay", "--dsn", dsn, "--amqp-url", amqp_url, *knobs],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "outbox: internal error, please report it: nothing has moved for 6 s" in done.stderr
+    assert "in hang" in done.stderr
+
+
+def test_hostile_defaults_do_not_matter(db: Db, queue: Queue, start_relay: StartRelay) -> None:
+    hostile = {
+        "default_transaction_read_only": "on", "default_transaction_isolation": "serializable", "lock_timeout": "1",
+        "statement_timeout": "200", "datestyle": "German", "intervalstyle": "sql_standard", "bytea_output": "escape",
+        "timezone": "Asia/Kathmandu", "idle_session_timeout": "100", "extra_float_digits": "-15",
+    }  # fmt: skip
+    emit(db, payload={"ä": "\\x00"}, expires_in="1 hour", headers=json.dumps({"a": 1}))
+    for name, value in hostile.items():
+        db.execute(f"alter database {db.info.dbname} set {name} = '{value}'")
+    relay = start_relay()
+    relay.await_log("relay ready")
+    (message,) = queue.receive(1)
+    assert json.loads(message.body) == {"ä": "\\x00"}
+    assert abs(message.properties["timestamp"] - time.time()) < 600
+    assert 3500_000 < int(message.properties["expiration"]) <= 3600_000
+    time.sleep(0.5)  # idle for longer than they allow
+    emit(db)
+    queue.receive(1)
+    assert relay.stop() == 0
+    assert relay.log.count("server unavailable") == 0
+
+
+def test_database_of_another_version(db: Db, start_relay: StartRelay) -> None:
+    db.execute("create or replace function outbox.version() returns text language sql as $$ select '99.0' $$")
+    relay = start_relay()
+    assert relay.process.wait(PATIENCE) == 2
+    assert "outbox: the database has outbox 99.0" in relay.log
+
+
 @pytest.mark.usefixtures("queue")
 def test_progress_line_on_a_terminal(dsn: str, db: Db, amqp_url: str) -> None:
     ours, theirs = pty.openpty()
@@ -305,7 +359,8 @@ def test_progress_line_on_a_terminal(dsn: str, db: Db, amqp_url: str) -> None:
         seen = b""
         while b", 1 sent" not in seen:
             seen += os.read(ours, 4096)
-        assert b" a second" in seen
+        assert b" a second, " in seen
+        assert b" in flight, " in seen
     finally:
         relay.terminate()
         relay.wait(PATIENCE)

@@ -72,6 +72,30 @@ def test_relay_that_stops_wakes_the_others(db: Db, queue: Queue, start_relay: St
     assert queue.take() == []
 
 
+def test_bell_that_rings_for_nothing(db: Db, dsn: str, queue: Queue, start_relay: StartRelay) -> None:
+    """Anybody can ring it, as often as they like."""
+
+    def claims() -> int:
+        row = db.execute("select last_value from outbox.lane_turn").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    relay = start_relay()
+    relay.await_log("relay ready")
+    eventually(lambda: armed(db), "a relay that sleeps")
+    time.sleep(1)  # nothing came for a while
+    before, begun, rings = claims(), time.monotonic(), 0
+    with psycopg.connect(dsn, autocommit=True) as stranger:
+        while time.monotonic() < begun + 2:
+            stranger.execute("notify outbox")
+            rings += 1
+    made = claims() - before
+    assert made < 60 * (time.monotonic() - begun) < rings
+    emit(db)
+    queue.receive(1)
+    assert relay.stop() == 0
+
+
 def test_due_message_leaves_on_time(db: Db, queue: Queue, start_relay: StartRelay) -> None:
     relay = start_relay()
     relay.await_log("relay ready")

@@ -370,8 +370,8 @@ class MessageRelay:
                     self._report("broker", self._publisher.lost.error, "BrokerUnavailableError")
                     await self._publisher.close()
                 try:
-                    self._publisher = Publisher(self._settings)
-                    await self._publisher.open(next(self._brokers), self._store.default_exchange)
+                    new = Publisher(self._settings)
+                    self._publisher = await new.open(next(self._brokers), self._store.default_exchange)
                     self._report("broker", None)
                     continue
                 except (UnavailableError, ConfigurationError) as error:
