@@ -112,6 +112,7 @@ declare
     v_quota     integer;
     v_part      outbox._part;
     v_lanes     integer := 0;
+    v_served    smallint;
     v_ids       bigint[] := '{}';
     v_tids      tid[] := '{}';
     v_bytes     bigint := 0;
@@ -215,7 +216,8 @@ begin
         exit when not found or v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
         if v_candidate.leased and not v_candidate.relay = any (v_gone) then
             continue when v_candidate.relay = any (v_alive);
-            if not pg_try_advisory_xact_lock_shared(v_candidate.relay) then
+            -- (The session that holds the lock would be granted it again, so it does not ask.)
+            if outbox._holds(v_candidate.relay) or not pg_try_advisory_xact_lock_shared(v_candidate.relay) then
                 v_alive := v_alive || v_candidate.relay;
                 continue;
             end if;
@@ -272,9 +274,15 @@ begin
         v_tids := v_tids || v_part.tids;
         v_bytes := v_bytes + v_part.bytes;
         v_lanes := v_lanes + 1;
+        v_served := v_lane.lane;
         exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
     end loop;
     close v_candidates;
+    -- The next claim begins behind the last lane served: one that follows empty lanes gets no more turns than others.
+    -- Not when this one began with a suspect: going back to it each time would starve the lanes before it.
+    if v_suspect is null and v_served <> v_turn then
+        perform setval('outbox.lane_turn', v_served + 64);
+    end if;
 
     -- A full batch may have left some behind whose time has come: then the next claim looks as well.
     if v_look_due and v_lanes > 0 and cardinality(v_ids) < claim_batch.batch_size then

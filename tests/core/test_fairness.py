@@ -94,3 +94,12 @@ def test_a_relay_that_claims_faster_keeps_no_other_out(db: Connection) -> None:
             fill(db, dict.fromkeys(range(LANES), 1))
             assert len(fast.claim()) == LANES // 4
         assert len(slow.claim()) == LANES // 4
+
+
+@pytest.mark.parametrize("hogs", [(0, 63), (9, 58), (30, 31, 32)])
+def test_busy_lanes_get_the_same(db: Connection, hogs: tuple[int, ...]) -> None:
+    """Empty lanes before one of them give it no more turns."""
+    fill(db, dict.fromkeys(hogs, BATCH * LANES))
+    relay = Relay(db)
+    came = sum((relay.claim() for _ in range(20 * len(hogs))), Counter[int]())
+    assert came == Counter(dict.fromkeys(hogs, 20 * BATCH))
