@@ -112,7 +112,8 @@ declare
     v_quota     integer;
     v_part      outbox._part;
     v_lanes     integer := 0;
-    v_served    smallint;
+    v_waits     boolean := false;
+    v_next      integer;
     v_ids       bigint[] := '{}';
     v_tids      tid[] := '{}';
     v_bytes     bigint := 0;
@@ -270,18 +271,22 @@ begin
         where x.lane = v_lane.lane
           and x.version = v_lane.version;
 
+        -- The next claim begins behind the last lane served, so that one which follows empty lanes gets no more turns than
+        -- others; but at the first one that found no room.
+        if not v_waits then
+            v_waits := v_part.ids = '{}' and v_ids <> '{}';
+            v_next := v_lane.lane + (not v_waits)::integer;
+        end if;
         v_ids := v_ids || v_part.ids;
         v_tids := v_tids || v_part.tids;
         v_bytes := v_bytes + v_part.bytes;
         v_lanes := v_lanes + 1;
-        v_served := v_lane.lane;
         exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
     end loop;
     close v_candidates;
-    -- The next claim begins behind the last lane served: one that follows empty lanes gets no more turns than others.
     -- Not when this one began with a suspect: going back to it each time would starve the lanes before it.
-    if v_suspect is null and v_served <> v_turn then
-        perform setval('outbox.lane_turn', v_served + 64);
+    if v_suspect is null and v_next <> v_turn + 1 then
+        perform setval('outbox.lane_turn', v_next + 63);
     end if;
 
     -- A full batch may have left some behind whose time has come: then the next claim looks as well.
