@@ -471,17 +471,19 @@ begin
             limit _take.quota
             for update skip locked
         ) as d;
-        v_keys := outbox._bury_expired(v_ids, _take.at) or v_keys;
-        if v_keys then
-            update outbox.message as m
-            set due_at = 'infinity'
-            from outbox.held_key as k
-            where m.id = any (v_ids)
-              and k.lane = v_lane
-              and k.key = m.key
-              and (k.head_id is null or k.head_id < m.id);
+        if v_ids is not null then
+            v_keys := outbox._bury_expired(v_ids, _take.at) or v_keys;
+            if v_keys then
+                update outbox.message as m
+                set due_at = 'infinity'
+                from outbox.held_key as k
+                where m.id = any (v_ids)
+                  and k.lane = v_lane
+                  and k.key = m.key
+                  and (k.head_id is null or k.head_id < m.id);
+            end if;
+            v_part := outbox._admit(v_part, v_ids, false, _take.room, _take.first);
         end if;
-        v_part := outbox._admit(v_part, v_ids, false, _take.room, _take.first);
     end if;
 
     -- Keys whose head is out of the way: what was held behind it leaves in order, before anything newer.
