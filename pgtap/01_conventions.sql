@@ -23,6 +23,10 @@ values
     (
         'what has a time zone ends in _at, and nothing is a timestamp without one', 'lane.leased_until',
         'the end of a span of time, not the moment something happened'
+    ),
+    (
+        'every table has a primary key', 'archive',
+        'each partition has its own: a restore of the days would otherwise find the key made already'
     );
 
 create temporary view routine as

@@ -7,7 +7,9 @@
 \ir tables/15_dedup.sql
 \ir tables/20_lane.sql
 \ir tables/45_dead_letter.sql
+\ir tables/50_archive.sql
 \ir tables/60_setting.sql
+\ir tables/70_access.sql
 \ir tables/90_dump.sql
 
 -- code: re-created whole at every upgrade
@@ -18,10 +20,12 @@
 \ir functions/45_fail.sql
 \ir functions/50_cleanup.sql
 \ir functions/60_watch.sql
+\ir functions/70_access.sql
 \ir functions/90_version.sql
 
 -- state that needs the code above
 \ir tables/95_doorbell.sql
+\ir tables/96_regrant.sql
 
--- last: deny everybody
+-- last: deny everybody but those to whom grant_*() gave a right
 \ir grants.sql

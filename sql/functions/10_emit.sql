@@ -392,11 +392,11 @@ declare
     v_ids     bigint[];
     -- Looked at before the server reads them: its own errors would show the value.
     v_time     constant text := '^[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))'
-                                '[T ]([01][0-9]|2[0-3]):[0-5][0-9](:[0-5][0-9](\.[0-9]+)?)?(Z|[+-](0[0-9]|1[0-5])(:?[0-5][0-9])?)$';
+                                '[T ]([01][0-9]|2[0-3]):[0-5][0-9](:[0-5][0-9]([.][0-9]+)?)?(Z|[+-](0[0-9]|1[0-5])(:?[0-5][0-9])?)$';
     v_interval constant text := regexp_replace(
         '^P(?=.)(#Y)?(#M)?(#W)?(#D)?(T(?=.)(#H)?(#M)?(#S)?)?$|^(?=.)(# ?y(ear)?s? ?)?(# ?mon(th)?s? ?)?(# ?d(ay)?s? ?)?(# ?h(our)?s? ?)?(# ?m(in(ute)?)?s? ?)?(# ?s(ec(ond)?)?s? ?)?'
-        '(# ?(ms|milliseconds?) ?)?(# ?microseconds? ?)?(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?)?$',
-        '#', '-?[0-9]{1,9}(\.[0-9]{1,9})?', 'g');
+        '(# ?(ms|milliseconds?) ?)?(# ?microseconds? ?)?(-?[0-9]{1,9}:[0-5][0-9](:[0-5][0-9]([.][0-9]{1,9})?)?)?$',
+        '#', '-?[0-9]{1,9}([.][0-9]{1,9})?', 'g');
 begin
     if emit_many.messages is null then
         perform outbox._refuse('OB001', 'messages must not be null', 'Pass a JSON array of objects with the arguments of emit() as fields.');
@@ -449,18 +449,10 @@ begin
             'Each is an object with the arguments of emit() as fields, times and intervals as text, and either payload, or body (base64) and content_type.');
     end if;
 
-    -- What passes this test needs no closer look.
-    perform outbox._check_message(format('messages[%s].', m.n - 1), m.routing_key, octet_length(m.body), m.content_type, m.key, m.exchange,
-        m.eta, m.delay, m.expires_in, m.dedup_key, m.headers, m.properties)
-    from outbox._message_rows(emit_many.messages) as m
-    where (octet_length(m.routing_key) between 1 and 255
-           and octet_length(m.body) <= 1048576
-           and octet_length(m.content_type) between 1 and 255
-           and (m.key is null or octet_length(m.key) between 1 and 255)
-           and num_nonnulls(m.exchange, m.eta, m.delay, m.expires_in, m.dedup_key, m.headers, m.properties) = 0)
-          is not true;
-
     if emit_many.messages @? '$[*].dedup_key' then
+        perform outbox._check_message(format('messages[%s].', m.n - 1), m.routing_key, octet_length(m.body), m.content_type, m.key,
+            m.exchange, m.eta, m.delay, m.expires_in, m.dedup_key, m.headers, m.properties)
+        from outbox._message_rows(emit_many.messages) as m;
         select array_agg(outbox._emit(m.routing_key, m.body, m.content_type, m.key, m.headers, m.exchange, m.eta, m.delay, m.expires_in,
             m.dedup_key, m.message_id, m.properties) order by m.n)
         into v_ids
@@ -492,6 +484,14 @@ begin
         cross join lateral (
             select case when coalesce(m.eta, v_now + m.delay) > v_now then coalesce(m.eta, v_now + m.delay) end as due_at
         ) as d
+        -- What passes the first test needs no closer look; the second raises or returns nothing.
+        where (octet_length(m.routing_key) between 1 and 255
+               and octet_length(m.body) <= 1048576
+               and octet_length(m.content_type) between 1 and 255
+               and (m.key is null or octet_length(m.key) between 1 and 255)
+               and num_nonnulls(m.exchange, m.eta, m.delay, m.expires_in, m.dedup_key, m.headers, m.properties) = 0) is true
+           or outbox._check_message(format('messages[%s].', m.n - 1), m.routing_key, octet_length(m.body), m.content_type, m.key,
+                  m.exchange, m.eta, m.delay, m.expires_in, m.dedup_key, m.headers, m.properties)::text = ''
         returning id
     )
     select coalesce(array_agg(made.id order by made.id), '{}')
@@ -644,7 +644,7 @@ begin
         return false;
     end if;
     if v_message.emitted_by <> session_user
-       and not pg_has_role(session_user, (select n.nspowner from pg_namespace as n where n.nspname = 'outbox'), 'member') then
+       and not has_column_privilege(session_user, 'outbox.access', 'admin', 'references') then
         return false;
     end if;
     -- Visible and in progress: written by this very transaction, in whatever savepoint. Nobody else can have seen it.

@@ -53,6 +53,8 @@ comment on column outbox._part.kills    is 'relays that died with the only suspe
 create type outbox.cleanup_result as (
     dead_letters integer,
     dedup_keys   integer,
+    archive_days integer,
+    archive_rows integer,
     more         boolean
 );
 
@@ -60,4 +62,42 @@ comment on type outbox.cleanup_result is
     'What cleanup() removed.';
 comment on column outbox.cleanup_result.dead_letters is 'dead letters past dead_retention';
 comment on column outbox.cleanup_result.dedup_keys   is 'deduplication keys past dedup_window';
+comment on column outbox.cleanup_result.archive_days is 'days of the archive past retention, each dropped whole';
+comment on column outbox.cleanup_result.archive_rows is 'messages past retention that the archive held outside its days';
 comment on column outbox.cleanup_result.more         is 'whether another call would remove more';
+
+create type outbox.stats_result as (
+    waiting            bigint,
+    scheduled          bigint,
+    in_flight          bigint,
+    retrying           bigint,
+    parked             bigint,
+    dead               bigint,
+    oldest_age         interval,
+    relays             integer,
+    exact              boolean,
+    sent_last_hour     bigint,
+    mean_time_to_send  interval,
+    worst_time_to_send interval,
+    top_failing        jsonb,
+    oldest_emitter_pid integer,
+    oldest_emitter_at  timestamptz
+);
+
+comment on type outbox.stats_result is
+    'The state of the outbox in one row, as stats() returns it.';
+comment on column outbox.stats_result.waiting            is 'messages that could leave now, and those that wait for an earlier one of their key';
+comment on column outbox.stats_result.scheduled          is 'messages whose time has not come';
+comment on column outbox.stats_result.in_flight          is 'messages in the hands of a relay';
+comment on column outbox.stats_result.retrying           is 'messages the broker refused, which will be tried again';
+comment on column outbox.stats_result.parked             is 'messages that wait until a dead letter of their key is requeued or purged';
+comment on column outbox.stats_result.dead               is 'dead letters';
+comment on column outbox.stats_result.oldest_age         is 'how long the oldest message that could leave has waited; 0 when there is none';
+comment on column outbox.stats_result.relays             is 'relays whose session is alive; those behind a pooler are not seen';
+comment on column outbox.stats_result.exact              is 'false: a count beyond 10,000 is an estimate';
+comment on column outbox.stats_result.sent_last_hour     is 'messages sent in the last hour';
+comment on column outbox.stats_result.mean_time_to_send  is 'mean time from emit, or the time a message was due, until sent, in the last hour; null when nothing was sent';
+comment on column outbox.stats_result.worst_time_to_send is 'the longest such time; null when nothing was sent';
+comment on column outbox.stats_result.top_failing        is 'the ten routing keys with most retrying and dead messages: objects with routing_key, retrying, dead; of dead letters the last 10,000 are counted';
+comment on column outbox.stats_result.oldest_emitter_pid is 'backend whose transaction has written messages and is open the longest; null: none, or a prepared one';
+comment on column outbox.stats_result.oldest_emitter_at  is 'since when it is open, at the least; null: there is none, or it is not known yet';

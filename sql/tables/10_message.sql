@@ -41,6 +41,7 @@ create index message_due on outbox.message (lane, due_at, id) where due_at is no
 create index message_held on outbox.message (lane, key, id) where due_at = 'infinity';
 
 -- Rows live for moments: vacuum by count, not by share of the table, and never truncate (that takes an exclusive lock).
+-- Pages are filled: only a refusal updates a row. Bodies over 2 kB are compressed and leave the row, so that the rest stays narrow.
 alter table outbox.message set (
     autovacuum_vacuum_scale_factor = 0.0,
     autovacuum_vacuum_threshold = 10000,

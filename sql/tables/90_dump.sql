@@ -3,7 +3,7 @@
 
 do $do$
 declare
-    v_derived constant text[] := '{lane,horizon}';
+    v_derived constant text[] := '{lane,horizon,tally,tally_minute}';
     v_relation regclass;
 begin
     -- The schema is a member only while create extension runs this script (or has run it).

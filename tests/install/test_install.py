@@ -291,7 +291,7 @@ def every_table(connection: psycopg.Connection[Any]) -> dict[str, list[str]]:
     """The rows of each table, but of those that are derived from the others."""
     tables = connection.execute(
         "select c.oid::regclass::text from pg_class as c where c.relnamespace = 'outbox'::regnamespace"
-        " and c.relkind = 'r' and c.relname not in ('lane', 'horizon')"
+        " and c.relkind = 'r' and c.relname not in ('lane', 'horizon', 'tally', 'tally_minute')"
     ).fetchall()
     found = {}
     for (table,) in tables:

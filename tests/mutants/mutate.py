@@ -117,6 +117,8 @@ ALONE = {
     "exit when": ("true", "false"),
     "continue when": ("true", "false"),
 }
+# No conditions, though they stand after `when`.
+EXCEPTIONS = ("others", "data_exception", "lock_not_available", "check_violation")
 Change = tuple[int, int, str, str]
 
 
@@ -186,7 +188,7 @@ def operands(code: str, start: int, end: int) -> Iterator[tuple[int, int, str]]:
 def conditions(code: str, start: int, end: int, alone: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
     for first, last, neutral in operands(code, start, end):
         text = code[first:last]
-        if text in ("", "true", "false", "others", "data_exception") or re.fullmatch(r"'x*'", text):
+        if text in ("", "true", "false", *EXCEPTIONS) or re.fullmatch(r"'x*'", text):
             continue
         for instead in (neutral,) if neutral else alone:
             yield first, last, instead

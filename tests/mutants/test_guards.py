@@ -29,7 +29,7 @@ PATTERNS = {
 HARMLESS = {
     r"when '\w*' then false,?": "a field of emit_many() that needs no look",
     r"on (?:conflict|constraint) .*": "names a constraint",
-    r"when data_exception then": "an exception, handled in the next line",
+    r"when (?:data_exception|lock_not_available|check_violation| or )+ then": "an exception, handled in the next line",
     r"where true|on true": "nothing is asked",
     r"when '\w+' +then '[^']*'": "a default",
 }

@@ -47,7 +47,8 @@ SESSION = """
            set_config('lock_timeout', '0', false),
            set_config('idle_session_timeout', '0', false),
            set_config('default_transaction_read_only', 'off', false),
-           set_config('default_transaction_isolation', 'read committed', false)
+           set_config('default_transaction_isolation', 'read committed', false),
+           set_config('array_nulls', 'on', false)
 """
 
 # A peer that vanished without a word is noticed within 15 s.
@@ -58,6 +59,8 @@ NETWORK: dict[str, Any] = {
     "keepalives_count": 2,
     "tcp_user_timeout": 15000,
     "fallback_application_name": "outbox relay",
+    # Headers are UTF-8, whatever is set for the role.
+    "client_encoding": "utf8",
 }
 # What the network may add to the time that the server allows a statement.
 ANSWER_MARGIN = 5.0
