@@ -339,7 +339,8 @@ def test_window_counts_until_the_mark(
     queue.receive(1)
     eventually(lambda: waiting(db) == 0, "an empty table")
     proxy.held.set()
-    db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 100)")
+    # With keys: what is emitted within a few milliseconds without one shares a lane, and a lane is in one batch at a time.
+    db.execute("select outbox.emit('order.created', '{}', key => n::text) from generate_series(1, 100) as n")
     received = ids(queue, 20)
     pg_proxy.stuck_at = b"mark_sent"
     proxy.held.clear()
@@ -366,7 +367,7 @@ def test_memory_is_bounded(db: Db, queue: Queue, proxy: Proxy, start_relay: Star
     queue.receive(1)
     proxy.held.set()
     body = "decode(repeat('00', 300000), 'hex')"
-    db.execute(f"select outbox.emit_bytes('order.created', {body}) from generate_series(1, 50)")
+    db.execute(f"select outbox.emit_bytes('order.created', {body}, key => n::text) from generate_series(1, 50) as n")
     # Three batches of four: one body may exceed the limit by its length.
     handed = "select coalesce(sum(cardinality(handed)), 0) from outbox.lane where token is not null"
     eventually(lambda: (db.execute(handed).fetchone() or (0,))[0] >= 9, "claims")
