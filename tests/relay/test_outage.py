@@ -339,7 +339,7 @@ def test_window_counts_until_the_mark(
     queue.receive(1)
     eventually(lambda: waiting(db) == 0, "an empty table")
     proxy.held.set()
-    # With keys: what is emitted within a few milliseconds without one shares a lane, and a lane is in one batch at a time.
+    # With keys: what is emitted at once without them shares a lane, and a lane is in one batch at a time.
     db.execute("select outbox.emit('order.created', '{}', key => n::text) from generate_series(1, 100) as n")
     received = ids(queue, 20)
     pg_proxy.stuck_at = b"mark_sent"
