@@ -130,10 +130,17 @@ def run_to_end(command: list[str | Path]) -> int:
 def run_pytest(order: Order, *arguments: str | Path) -> Outcome:
     """Its progress is shown as it comes, and its failures are in it."""
     workers = min(os.cpu_count() or 1, 8)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "report.xml"
         command: list[str | Path] = [ROOT / ".venv/bin/pytest", "-q", "-n", str(workers), "--dist", "loadgroup"]
-        command += [f"--junitxml={report}", *(["--accept"] if order.accept else []), *arguments, *order.arguments]
+        # pytest's own temporary folder would stay behind.
+        command += [
+            f"--basetemp={folder}/tests",
+            f"--junitxml={report}",
+            *(["--accept"] if order.accept else []),
+            *arguments,
+            *order.arguments,
+        ]
         code = run_to_end(command)
         suites = list(ET.parse(report).getroot().iter("testsuite")) if report.exists() else []  # noqa: S314 - our own
     counts = {
