@@ -30,7 +30,7 @@ select pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_
 rollback;
 
 \ir setup.psql
-select plan(116);
+select plan(120);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -180,10 +180,10 @@ select is(pg_temp.claim(1, max_bytes => 1), 'b3', 'at least one message, whateve
 select pg_temp.settle(1) as settled, outbox.emit_bytes('b4', convert_to(repeat('x', 100), 'UTF8'), key => pg_temp.key_of(2)) as id \gset
 select is(pg_temp.claim(1, max_bytes => 199), 'b4', 'and that from one lane only');
 call pg_temp.start_over();
-create function pg_temp.claims_until(wanted text) returns integer language plpgsql as $function$
+create function pg_temp.claims_until(wanted text, busy integer[] = '{3}') returns integer language plpgsql as $function$
 begin
     for n in 1..200 loop
-        perform outbox.emit('small', '1', key => pg_temp.key_of(3));
+        perform outbox.emit('small', '1', key => pg_temp.key_of(b.lane)) from unnest(busy) as b (lane);
         if pg_temp.claim(1, max_bytes => 1000) = wanted then
             return n;
         end if;
@@ -194,6 +194,29 @@ end
 $function$;
 select outbox.emit_bytes('big', convert_to(repeat('x', 1000), 'UTF8'), key => pg_temp.key_of(40)) as big \gset
 select cmp_ok(pg_temp.claims_until('big'), '<=', 64, 'a message for which there is never room beside others gets its turn');
+select pg_temp.settle(1) as settled, outbox.emit_bytes('big', convert_to(repeat('x', 1000), 'UTF8'), key => pg_temp.key_of(40)) as big \gset
+select cmp_ok(pg_temp.claims_until('big', '{3,50}'), '<=', 2, 'at once, also between lanes that always have something');
+
+-- Whose turn it is.
+call pg_temp.start_over();
+select outbox.emit('m', '1', key => pg_temp.key_of(lane)) from unnest(array[0, 63]) as lane, generate_series(1, 10) \g /dev/null
+create function pg_temp.take_turns(times integer) returns void language plpgsql as $function$
+begin
+    for n in 1..times loop
+        perform pg_temp.claim(1, batch_size => 1), pg_temp.settle(1);
+    end loop;
+end
+$function$;
+select pg_temp.take_turns(10) as turns \gset
+select is(
+    (select array_agg(c.left order by c.lane) from (select lane, count(*)::integer as left from outbox.message group by lane) as c), array[5, 5],
+    'a lane that follows 62 empty ones gets no more turns than the other'
+);
+call pg_temp.start_over();
+select outbox.emit('over', '1', key => pg_temp.key_of(5), expires_in => '1 h') as over, setval('outbox.lane_turn', 64 + 4) as turn \gset
+update outbox.message set expires_at = clock_timestamp();
+select is(pg_temp.claim(1), '', 'a lane with nothing to hand out');
+select is(nextval('outbox.lane_turn') & 63, 6::bigint, 'has had its turn');
 call pg_temp.start_over();
 select outbox.emit('one', '1', key => pg_temp.key_of(lane)) from generate_series(0, 63) as lane \g /dev/null
 select is(length(pg_temp.claim(n)), length('one') * 16 + 15, 'at most a quarter of the lanes for one claim: ' || n) from generate_series(1, 4) as n;

@@ -123,10 +123,11 @@ declare
     v_name  name;
     v_other regrole;
 begin
-    -- Two would make the same day.
-    if outbox._value_of('retention') = 'delete' or not pg_try_advisory_xact_lock('outbox.message'::regclass::oid::integer, 3) then
+    if outbox._value_of('retention') = 'delete' then
         return;
     end if;
+    -- Two would make the same day: whoever comes second, by the lock of the sweep, leaves it to the first.
+    lock table outbox.relay in share update exclusive mode nowait;
     for v_day in
         select d.day
         from generate_series(date_trunc('day', clock_timestamp()), clock_timestamp() + interval '3 days', interval '1 day') as d (day)
