@@ -571,7 +571,7 @@ select outbox.cancel(:theirs_too) as cancelled_theirs \gset
 reset session authorization;
 select ok(not :'cancelled' and pg_temp.waits(:id), 'another user''s message: no');
 select ok(:'cancelled_theirs', 'one''s own without any other right: yes');
-select is((select emitted_by::text from outbox.message where id = :theirs), :'other', 'emitted_by is the session''s user, not the function''s owner');
+select is((select emitted_by from outbox.message where id = :theirs), :'other', 'emitted_by is the session''s user, not the function''s owner');
 select ok(outbox.cancel(:theirs), 'the owner of the package cancels anybody''s');
 
 -- head backs off, the other two are held behind it.

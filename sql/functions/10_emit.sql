@@ -316,9 +316,10 @@ declare
     v_id   bigint;
 begin
     -- The plain message, which most are, goes straight in; _emit() does the same for the others.
-    if octet_length(emit.routing_key) between 1 and 255
+    -- (BETWEEN would evaluate its first operand twice: each call here is 1 % of an emit.)
+    if octet_length(emit.routing_key) <= 255 and emit.routing_key <> ''
        and octet_length(v_body) <= 1048576
-       and (emit.key is null or octet_length(emit.key) between 1 and 255)
+       and (octet_length(emit.key) <= 255 and emit.key <> '') is not false
        and num_nonnulls(emit.headers, emit.exchange, emit.eta, emit.delay, emit.expires_in, emit.dedup_key, emit.properties,
                nullif(current_setting('outbox.context', true), ''), nullif(current_setting('outbox.tracking', true), '')) = 0
     then

@@ -23,7 +23,8 @@ create table outbox.message (
     created_at   timestamptz not null,
     expires_at   timestamptz,
     attempts     integer     not null default 0,
-    emitted_by   name        not null,
+    -- Not of type name, which fills 64 bytes in each row.
+    emitted_by   text        not null,
     dedup_key    text,
     error        text,
     body         bytea       not null,

@@ -16,7 +16,7 @@ create table outbox.dead_letter (
     created_at   timestamptz not null,
     expires_at   timestamptz,
     attempts     integer     not null,
-    emitted_by   name        not null,
+    emitted_by   text        not null,
     dedup_key    text,
     parked       boolean     not null,
     body         bytea       not null,

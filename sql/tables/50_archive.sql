@@ -13,7 +13,6 @@ create table outbox.archive (
     created_at   timestamptz not null,
     expires_at   timestamptz,
     attempts     integer     not null,
-    -- Not of type name, which fills 64 bytes: this row is written in full for each message sent.
     emitted_by   text        not null,
     dedup_key    text,
     body         bytea       not null

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any, Never, TypeAlias
 from uuid import UUID
 
@@ -69,11 +70,9 @@ def arguments(
     if message.routing_key is None:
         refuse("OB001", f"{prefix}routing_key must not be null", "Pass a routing key such as 'order.placed'.")
     content, content_type = body.encode(message.body, f"{prefix}body")
-    found = {
-        **_text(prefix, "routing_key", message.routing_key),
-        **_text(prefix, "content_type", content_type if message.content_type is None else message.content_type),
-        "body": content,
-    }
+    found = _text(prefix, "routing_key", message.routing_key)
+    found |= _text(prefix, "content_type", content_type if message.content_type is None else message.content_type)
+    found["body"] = content
     if len(content) > MOST_BODY_BYTES:
         refuse(
             "OB004",
@@ -81,6 +80,8 @@ def arguments(
             "Send a reference instead, or raise the limit (at most 15 MiB):"
             " select outbox.configure('max_body_bytes', ...).",
         )
+    if not defaults and not context and _given(message) == _NOTHING:  # most messages: nothing else to look at
+        return found
     for name, check in _OPTIONAL.items():
         value = getattr(message, name)
         if value is None:
@@ -97,6 +98,8 @@ def arguments(
 def _text(prefix: str, name: str, value: str) -> dict[str, Any]:
     if not isinstance(value, str):
         raise TypeError(f"{prefix}{name} must be a str, not {type(value).__qualname__}")
+    if type(value) is str and 0 < len(value) <= SHORT_STRING and value.isascii() and "\0" not in value:
+        return {name: value}
     size = _bytes(value)
     if size is None:
         raise ValueError(f"{prefix}{name} must not hold a NUL or half of a surrogate pair")
@@ -161,6 +164,8 @@ _OPTIONAL: dict[str, Callable[[str, str, Any], dict[str, Any]]] = {
     "expiration": _expires_in,
     "message_id": _uuid,
 }
+_given = attrgetter(*_OPTIONAL, "headers", "properties")
+_NOTHING = (None,) * (len(_OPTIONAL) + 2)
 
 
 def _headers(prefix: str, headers: Mapping[str, Any] | None, context: Mapping[str, Any]) -> dict[str, Any]:
