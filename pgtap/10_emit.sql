@@ -40,7 +40,7 @@ select pg_temp.answer(format('select outbox.cancel(%s)', :id)) as cancel_own, pg
 rollback;
 
 \ir setup.psql
-select plan(205);
+select plan(208);
 
 -- 'ok', or the code and message of what was refused: the hint must be there too.
 create function pg_temp.refusal(call text) returns text language plpgsql as $function$
@@ -357,6 +357,9 @@ from (values
     ('{"routing_key": "a", "payload": 1, "expires_in": "late"}', 'expires_in that is no interval'),
     ('{"routing_key": "a", "payload": 1, "message_id": "secret"}', 'a message_id that is no UUID'),
     ('{"routing_key": "a", "body": "?"}', 'a body that is not base64'),
+    ('{"routing_key": "a", "body": "YW?j"}', 'a body with something else between its base64'),
+    ('{"routing_key": "a", "body": "YWJ"}', 'a body cut short'),
+    ('{"routing_key": "a", "body": "", "content_type": 5}', 'a content_type that is no string'),
     ('{"routing_key": {"a": 1}, "payload": 1}', 'a routing_key that is no string'),
     ('{"routing_key": "a", "payload": 1, "key": ["a"]}', 'a key that is no string')
 ) as v (message, rule);

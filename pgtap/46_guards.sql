@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(139);
+select plan(145);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -166,6 +166,39 @@ update outbox.lane
 set token = pg_temp.token(2), leased_until = clock_timestamp() - interval '1 s', handed = array[:suspect], suspects = array[:suspect], trial = 1
 where lane = 2;
 select is(pg_temp.claim(3, relay => 43), '', 'a lease of suspects that has ended: a relay that holds something gets nothing');
+
+call pg_temp.start_over();
+select
+    outbox.emit('held', '1', key => pg_temp.key_of(1)) as held,
+    outbox.emit('suspect', '1', key => pg_temp.key_of(2)) as suspect,
+    outbox.emit('third', '1', key => pg_temp.key_of(3)) as third
+\gset
+update outbox.lane set token = pg_temp.token(1), leased_until = clock_timestamp() + interval '1 min', relay = 43, handed = array[:held] where lane = 1;
+update outbox.lane set suspects = array[:suspect], trial = 1 where lane = 2;
+select is(pg_temp.claim(3, relay => 43), '', 'nor while suspects wait in a free lane');
+
+-- A claim that found suspects leaves the turn to others as it was.
+call pg_temp.start_over();
+update outbox.lane set suspects = array[0], trial = 1 where lane = 2;
+select outbox.emit('far', '1', key => pg_temp.key_of(20)) as far, setval('outbox.lane_turn', 64 * 1000) as turn \gset
+select is(pg_temp.claim(1), 'far', 'a claim passes by suspects that are gone');
+select is((select last_value from outbox.lane_turn), 64 * 1000 + 1::bigint, 'and the next one begins where it would have begun');
+
+-- Whose message found no room is first in turn, whatever followed it.
+call pg_temp.start_over();
+create function pg_temp.claim_100(n integer) returns text language sql as $$
+    select string_agg(c.routing_key, ' ' order by c.ordinality) from outbox.claim_batch(pg_temp.token(n), max_bytes => 100) with ordinality as c;
+$$;
+select
+    outbox.emit('before', '1', key => pg_temp.key_of(10)) as before,
+    outbox.emit('large', to_jsonb(repeat('x', 200)), key => pg_temp.key_of(11)) as large,
+    outbox.emit('after', '1', key => pg_temp.key_of(12)) as after,
+    setval('outbox.lane_turn', 64 * 1000 + 9) as turn
+\gset
+select is(pg_temp.claim_100(1), 'before after', 'a large message does not fit beside another');
+select is(pg_temp.settle(1), 2, 'those beside it leave');
+select outbox.emit('before', '1', key => pg_temp.key_of(10)) as before \gset
+select is(pg_temp.claim_100(2), 'large', 'then it is the first, and others wait for it');
 
 -- Suspects that are gone, in a lane with nothing else: they hold up nobody for longer than a claim.
 call pg_temp.start_over();

@@ -1,4 +1,4 @@
-"""Runs the tests: run.py [lint | pgtap | isolation | install | pytest] [--accept] [arguments of the suite].
+"""Runs the tests: run.py [lint | pgtap | isolation | install | pytest | chaos] [--accept] [arguments of the suite].
 
 Brings its own PostgreSQL and RabbitMQ, unless OUTBOX_DSN and OUTBOX_AMQP_URL name others; there it makes databases and
 vhosts of its own and removes them (`make install` has put the extension there, and the user is a superuser). The last
@@ -160,9 +160,12 @@ def others(order: Order) -> Outcome:
     """All other tests of pytest; or those whose paths are given."""
     if any((ROOT / argument.partition("::")[0]).exists() for argument in order.arguments):
         return run_pytest(order)
-    # The faults take their time: `make test-long`.
-    left_out = ["install"] if os.environ.get("OUTBOX_LONG") == "1" else ["install", "chaos"]
-    return run_pytest(order, TESTS, *(f"--ignore={TESTS / name}" for name in left_out))
+    return run_pytest(order, TESTS, *(f"--ignore={TESTS / name}" for name in ("install", "chaos")))
+
+
+def chaos(order: Order) -> Outcome:
+    """A quick choice of the faults; OUTBOX_LONG=1 makes it all of them."""
+    return run_pytest(order, TESTS / "chaos")
 
 
 SUITES: dict[str, Callable[[Order], Outcome]] = {
@@ -171,6 +174,7 @@ SUITES: dict[str, Callable[[Order], Outcome]] = {
     "isolation": isolation,
     "install": install,
     "pytest": others,
+    "chaos": chaos,
 }
 
 
@@ -178,7 +182,7 @@ def start_servers(stack: ExitStack, names: list[str], parent: int | None) -> str
     """Private servers for what the suites need and the environment does not name; the environment then names them."""
     wanted = {
         "postgres": "OUTBOX_DSN" not in os.environ,
-        "rabbitmq": "OUTBOX_AMQP_URL" not in os.environ and "pytest" in names,
+        "rabbitmq": "OUTBOX_AMQP_URL" not in os.environ and not {"pytest", "chaos"}.isdisjoint(names),
     }
     if any(wanted.values()):
         private = stack.enter_context(servers.private(name="test", parent=parent, **wanted))

@@ -74,11 +74,13 @@ comment on function outbox._refuse_isolation() is
 
 create or replace function outbox._lanes()
     returns setof outbox.lane
-    language sql
+    language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
 as $function$
+begin
+    return query
     select l.*
     from generate_series(0, 63) as n
     cross join lateral (
@@ -88,6 +90,7 @@ as $function$
         order by x.version desc
         limit 1
     ) as l;
+end
 $function$;
 
 comment on function outbox._lanes() is

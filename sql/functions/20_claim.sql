@@ -46,11 +46,12 @@ comment on function outbox.hello(text) is
 
 create or replace function outbox._holds(key bigint)
     returns boolean
-    language sql
+    language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
 as $function$
-    select exists (
+begin
+    return exists (
         select
         from pg_locks as l
         where l.locktype = 'advisory'
@@ -61,6 +62,7 @@ as $function$
           -- as hello() takes it: claim_batch() tries the locks of others, shared
           and l.mode = 'ExclusiveLock'
     );
+end
 $function$;
 
 comment on function outbox._holds(bigint) is
@@ -104,6 +106,7 @@ declare
     v_suspect   smallint;
     v_safe_id   bigint;
     v_look_due  boolean;
+    v_held      boolean;
     v_candidates refcursor;
     v_candidate record;
     v_lane      outbox.lane;
@@ -151,7 +154,10 @@ begin
     from outbox.horizon as h
     order by h.version desc
     limit 1;
-    v_look_due := coalesce(v_look_due, true);
+    -- Two looks that spare most claims 128.
+    v_look_due := coalesce(v_look_due, true)
+        and exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
+    v_held := exists (select from outbox.held_key);
     -- What may have killed a relay leaves alone: taken with empty hands, and nothing beside it until it is settled. Every
     -- other claim begins with it.
     if exists (select from outbox.lane as l where l.suspects <> '{}') then
@@ -203,7 +209,8 @@ begin
         left join lateral (
             select true as found
             from outbox.held_key as k
-            where k.lane = l.lane
+            where v_held
+              and k.lane = l.lane
               and k.head_id is null
             limit 1
         ) as held on true
@@ -321,16 +328,18 @@ comment on function outbox.claim_batch(uuid, integer, interval, bigint, bigint) 
 
 create or replace function outbox._has_lanes(relay bigint)
     returns boolean
-    language sql
+    language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
 as $function$
-    select exists (
+begin
+    return exists (
         select
         from outbox._lanes() as l
         where l.relay = _has_lanes.relay
           and l.leased_until > clock_timestamp()
     );
+end
 $function$;
 
 comment on function outbox._has_lanes(bigint) is
@@ -726,10 +735,12 @@ comment on function outbox.disarm_wakeup() is
 
 create or replace function outbox._bell_holders()
     returns table (pid integer)
-    language sql
+    language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
 as $function$
+begin
+    return query
     select l.pid
     from pg_locks as l
     where l.locktype = 'advisory'
@@ -739,6 +750,7 @@ as $function$
       and l.objsubid = 2
       and l.mode = 'ExclusiveLock'
       and l.granted;
+end
 $function$;
 
 comment on function outbox._bell_holders() is
@@ -746,45 +758,49 @@ comment on function outbox._bell_holders() is
 
 create or replace function outbox.next_due()
     returns timestamptz
-    language sql
+    language plpgsql
     volatile
     security definer
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
 as $function$
-    select min(case
-        when ready.found or held.found then coalesce(l.leased_until, clock_timestamp())
-        when due.due_at is not null then greatest(due.due_at, l.leased_until)
-    end)
-    from outbox._lanes() as l
-    left join lateral (
-        select true as found
-        from outbox.message as m
-        where m.lane = l.lane
-          and m.due_at is null
-          and m.id >= l.floor
-          and not m.id = any (l.handed)
-        order by m.id
-        limit 1
-    ) as ready on true
-    left join lateral (
-        select m.due_at
-        from outbox.message as m
-        where m.lane = l.lane
-          and m.due_at is not null
-          and m.due_at <> 'infinity'
-          and not m.id = any (l.handed)
-        order by m.due_at, m.id
-        limit 1
-    ) as due on true
-    left join lateral (
-        select true as found
-        from outbox.held_key as k
-        where k.lane = l.lane
-          and k.head_id is null
-        limit 1
-    ) as held on true
-    where not exists (select from outbox.setting as s where s.name = 'paused');
+begin
+    return (
+        select min(case
+            when ready.found or held.found then coalesce(l.leased_until, clock_timestamp())
+            when due.due_at is not null then greatest(due.due_at, l.leased_until)
+        end)
+        from outbox._lanes() as l
+        left join lateral (
+            select true as found
+            from outbox.message as m
+            where m.lane = l.lane
+              and m.due_at is null
+              and m.id >= l.floor
+              and not m.id = any (l.handed)
+            order by m.id
+            limit 1
+        ) as ready on true
+        left join lateral (
+            select m.due_at
+            from outbox.message as m
+            where m.lane = l.lane
+              and m.due_at is not null
+              and m.due_at <> 'infinity'
+              and not m.id = any (l.handed)
+            order by m.due_at, m.id
+            limit 1
+        ) as due on true
+        left join lateral (
+            select true as found
+            from outbox.held_key as k
+            where k.lane = l.lane
+              and k.head_id is null
+            limit 1
+        ) as held on true
+        where not exists (select from outbox.setting as s where s.name = 'paused')
+    );
+end
 $function$;
 
 comment on function outbox.next_due() is

@@ -45,6 +45,7 @@ select case when set_config('outbox.tracking', was.chain, true) is not null then
 """
 
 
+_PLAIN = {"routing_key", "content_type"}
 _object = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -150,7 +151,7 @@ class Emitter:
             row = arguments(message, context, defaults, f"messages[{number}].")
             # Written by hand: base64 needs no escaping, and most messages have the same two fields beside it.
             content = b64encode(row.pop("body")).decode()
-            others = _plain(**row) if len(row) == 2 else _object(row)
+            others = _plain(**row) if row.keys() == _PLAIN else _object(row)
             rows.append(f'{{"body":"{content}",{others[1:]}')
         call = _call(_MANY, f"[{','.join(rows)}]")
         return run(conn, call, lambda made: self._report(listed, [int(one) for one in made]))

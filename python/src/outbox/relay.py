@@ -69,6 +69,7 @@ class MessageRelay:
         self._connecting = asyncio.Lock()
         self._armed = False
         self._looked = self._found = monotonic()  # when a claim was last tried, and when one found messages
+        self._in_vain = False  # the bell rang, and there was nothing
         self._problems: dict[str, str] = {}
         self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
         self._error: OutboxError | None = None
@@ -161,7 +162,7 @@ class MessageRelay:
             self._lost_claims[token] = begun + self._settings.statement_timeout
         if not messages:
             return None
-        self._found = begun
+        self._found, self._in_vain = begun, False
         batch = Batch(token, messages, begun, begun, self._store.sessions)
         self._batches[batch] = self._tasks.create_task(self._deliver(batch))
         if self._armed:
@@ -183,8 +184,10 @@ class MessageRelay:
             seconds = min(seconds, SLEEP_MOST)
         due = await self._ask(self._store.next_due(), None)
         await self._pause(seconds if due is None else min(seconds, max(due, SOON)))
-        # Anybody can ring the bell: not to be followed more often than this.
-        await asyncio.sleep(self._looked + self._soon() - monotonic())
+        if self._in_vain:
+            # Anybody can ring the bell: once it has led to nothing, it is not followed at once.
+            await asyncio.sleep(self._looked + self._soon() - monotonic())
+        self._in_vain = self._wake.is_set()
 
     def _soon(self) -> float:
         return SOON + min(monotonic() - self._found, 1.0) * (SOON_MOST - SOON)
