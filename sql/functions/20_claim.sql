@@ -188,37 +188,40 @@ begin
             order by x.version desc
             limit 1
         ) as l
-        left join lateral (
-            select true as found
-            from outbox.message as m
-            where m.lane = l.lane
-              and m.due_at is null
-              and m.id >= l.floor
-            limit 1
-        ) as ready on true
-        left join lateral (
-            select true as found
-            from outbox.message as m
-            where v_look_due
-              and m.lane = l.lane
-              and m.due_at is not null
-              and m.due_at <> 'infinity'
-              and m.due_at <= v_now
-            limit 1
-        ) as due on true
-        left join lateral (
-            select true as found
-            from outbox.held_key as k
-            where v_held
-              and k.lane = l.lane
-              and k.head_id is null
-            limit 1
-        ) as held on true
-        where (ready.found or due.found or held.found or l.suspects <> '{}')
-          and (l.leased_until is null
+        where (l.leased_until is null
                or l.leased_until <= v_now
                -- somebody else's lease: worth a look whether its holder lives
-               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay);
+               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
+          -- Each looked for only if the one before it found nothing. (EXISTS might be planned as a hash of the whole table.)
+          and coalesce(
+              nullif(l.suspects <> '{}', false),
+              (
+                  select true
+                  from outbox.message as m
+                  where m.lane = l.lane
+                    and m.due_at is null
+                    and m.id >= l.floor
+                  limit 1
+              ),
+              (
+                  select true
+                  from outbox.message as m
+                  where v_look_due
+                    and m.lane = l.lane
+                    and m.due_at is not null
+                    and m.due_at <> 'infinity'
+                    and m.due_at <= v_now
+                  limit 1
+              ),
+              (
+                  select true
+                  from outbox.held_key as k
+                  where v_held
+                    and k.lane = l.lane
+                    and k.head_id is null
+                  limit 1
+              )
+          );
     loop
         fetch v_candidates into v_candidate;
         exit when not found or v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;

@@ -167,6 +167,7 @@ class MessageRelay:
         self._batches[batch] = self._tasks.create_task(self._deliver(batch))
         if self._armed:
             self._armed = False
+            await asyncio.sleep(0)  # the batch goes first
             await self._ask(self._store.disarm_wakeup(), None)
         return batch
 
