@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import signal
 import socket
 import struct
@@ -122,10 +123,12 @@ class Queue:
 
 
 class RelayProcess:
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
         self._log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen([sys.executable, "-m", "outbox", "relay", *arguments], stderr=output)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "outbox", "relay", *arguments], stderr=output, env=os.environ | environment
+            )
 
     @property
     def log(self) -> str:

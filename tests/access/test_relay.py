@@ -55,8 +55,8 @@ def test_relays_under(dsn: str, roles: Roles, amqp_url: str, management: Managem
         """,
     )
     done = subprocess.run(
-        [sys.executable, "-m", "outbox", "relay", "--once", "--dsn", as_role(dsn, role), "--amqp-url", amqp_url],
-        env={name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")},
+        [sys.executable, "-m", "outbox", "relay", "--once"],
+        env=os.environ | {"OUTBOX_DSN": as_role(dsn, role), "OUTBOX_AMQP_URL": amqp_url},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

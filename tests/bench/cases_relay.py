@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -266,7 +267,10 @@ def emit_at(dsn: str, statement: str, per_second: int, seconds: float) -> dict[i
 def median_delay(where: Place, command: list[str], statement: str, per_second: int, seconds: float) -> float:
     """Median milliseconds from COMMIT's return to the consumer."""
     consumer = Consumer(where.amqp_url)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as forwarder:
+    addresses = {"OUTBOX_DSN": where.dsn, "OUTBOX_AMQP_URL": where.amqp_url}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | addresses
+    ) as forwarder:
         try:
             time.sleep(2)
             committed = emit_at(where.dsn, statement, per_second, seconds)
@@ -294,7 +298,7 @@ def latency(per_second: int) -> Case:
 
             return measure
 
-        relay_command = [sys.executable, "-m", "outbox", "relay", "--dsn", "{dsn}", "--amqp-url", "{amqp_url}"]
+        relay_command = [sys.executable, "-m", "outbox", "relay"]
         bare_command = [sys.executable, str(HERE / "bare_loop.py"), "{dsn}", "{amqp_url}"]
         bare_table = """
             create table bare (id bigserial primary key, body text);

@@ -57,8 +57,8 @@ class Relay:
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in (KNOBS | knobs).items()]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [Path(sys.executable).parent / "outbox", "relay", "--dsn", dsn, "--amqp-url", amqp_url, *flags],
-                env=clean,
+                [Path(sys.executable).parent / "outbox", "relay", *flags],
+                env=clean | {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

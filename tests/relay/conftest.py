@@ -27,8 +27,8 @@ def start_relay(dsn: str, amqp_url: str, tmp_path: Path) -> Iterator[StartRelay]
     started: list[RelayProcess] = []
 
     def start(*arguments: str, pg: str = dsn, amqp: str = amqp_url) -> RelayProcess:
-        addresses = ["--dsn", pg, "--amqp-url", amqp]
-        started.append(RelayProcess([*addresses, *arguments], tmp_path / f"relay{len(started)}.log"))
+        log = tmp_path / f"relay{len(started)}.log"
+        started.append(RelayProcess([*arguments], log, OUTBOX_DSN=pg, OUTBOX_AMQP_URL=amqp))
         return started[-1]
 
     yield start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,6 +11,7 @@ import databases
 from harness import Management, Queue, RunOutbox
 from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError
+from outbox.options import load
 
 NOWHERE = "postgresql://127.0.0.1:1/none"
 NO_BROKER = "amqp://127.0.0.1:1/"
@@ -34,16 +34,10 @@ def test_addresses_from_the_environment(outbox: RunOutbox, dsn: str, amqp_url: s
     assert len(queue.receive(1)) == 1
 
 
-def test_flag_wins_over_environment_over_file(tmp_path: Path) -> None:
-    held = tmp_path / "dsn"
-    held.write_text("from-file\n")
-    environment = {"OUTBOX_DSN_FILE": str(held), "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_BATCH_SIZE": "7"}
-    assert RelaySettings.load({}, environment).dsn == "from-file"
-    assert RelaySettings.load({}, environment).batch_size == 7
-    environment["OUTBOX_DSN"] = "from-environment"
-    assert RelaySettings.load({}, environment).dsn == "from-environment"
-    assert RelaySettings.load({"dsn": "from-flag", "batch_size": 8}, environment).dsn == "from-flag"
-    assert RelaySettings.load({"dsn": "from-flag", "batch_size": 8}, environment).batch_size == 8
+def test_flag_wins_over_environment() -> None:
+    environment = {"OUTBOX_DSN": NOWHERE, "OUTBOX_AMQP_URL": NO_BROKER, "OUTBOX_BATCH_SIZE": "7"}
+    assert load(RelaySettings, {}, environment).batch_size == 7
+    assert load(RelaySettings, {"batch_size": 8}, environment).batch_size == 8
 
 
 def test_settings_do_not_show_secrets() -> None:
@@ -87,18 +81,23 @@ def test_settings_do_not_show_secrets() -> None:
 )
 def test_bad_settings(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        RelaySettings.load({}, environment)
+        load(RelaySettings, {}, environment)
 
 
 def test_unreadable_dsn(outbox: RunOutbox, amqp_url: str) -> None:
-    done = outbox("relay", "--dsn", "this is no dsn", "--amqp-url", amqp_url)
-    assert done.status == 2
-    assert done.errors == ['outbox: --dsn cannot be read: missing "=" after "this" in connection info string']
+    for broken in (
+        outbox("relay", "--dsn", "this is no dsn", OUTBOX_AMQP_URL=amqp_url),
+        outbox("relay", OUTBOX_DSN="password=half a canary", OUTBOX_AMQP_URL=amqp_url),
+    ):
+        assert broken.status == 2
+        (error,) = broken.errors
+        assert error.startswith("outbox: --dsn cannot be read: write it as postgresql://user@host/name")
+        assert "canary" not in broken.log
 
 
 def test_package_not_installed(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
     bare = databases.named(dsn, "postgres")
-    done = outbox("relay", "--dsn", bare, "--amqp-url", amqp_url)
+    done = outbox("relay", OUTBOX_DSN=bare, OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     (error,) = done.errors
     assert error == (
@@ -108,7 +107,7 @@ def test_package_not_installed(outbox: RunOutbox, dsn: str, amqp_url: str) -> No
 
 
 def test_missing_exchange(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
-    done = outbox("relay", "--dsn", dsn, "--amqp-url", amqp_url)
+    done = outbox("relay", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     (error,) = done.errors
     assert error == (
@@ -118,15 +117,15 @@ def test_missing_exchange(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
 
 
 def test_declare_makes_the_exchange(outbox: RunOutbox, dsn: str, amqp_url: str, management: Management) -> None:
-    assert outbox("relay", "--declare", "--once", "--dsn", dsn, "--amqp-url", amqp_url).status == 0
+    assert outbox("relay", "--declare", "--once", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url).status == 0
     exchange = management("GET", "/exchanges/{vhost}/outbox")
     assert (exchange["type"], exchange["durable"]) == ("topic", True)
 
 
 def test_declare_leaves_another_kind_alone(outbox: RunOutbox, dsn: str, amqp_url: str, management: Management) -> None:
     management("PUT", "/exchanges/{vhost}/outbox", {"type": "fanout", "durable": True})
-    assert outbox("relay", "--once", "--dsn", dsn, "--amqp-url", amqp_url).status == 0
-    done = outbox("relay", "--declare", "--once", "--dsn", dsn, "--amqp-url", amqp_url)
+    assert outbox("relay", "--once", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url).status == 0
+    done = outbox("relay", "--declare", "--once", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     assert "exchange 'outbox' cannot be used" in done.errors[-1]
 
@@ -137,7 +136,7 @@ def test_role_without_rights(outbox: RunOutbox, dsn: str, amqp_url: str, queue: 
     try:
         at = urlsplit(dsn)
         as_role = at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl()
-        done = outbox("relay", "--once", "--dsn", as_role, "--amqp-url", amqp_url)
+        done = outbox("relay", "--once", OUTBOX_DSN=as_role, OUTBOX_AMQP_URL=amqp_url)
     finally:
         databases.query(dsn, f"drop role {role}")
     assert done.status == 2
@@ -145,10 +144,10 @@ def test_role_without_rights(outbox: RunOutbox, dsn: str, amqp_url: str, queue: 
     assert queue.take() == []
 
 
-@pytest.mark.parametrize("away", ["--dsn", "--amqp-url"])
+@pytest.mark.parametrize("away", ["OUTBOX_DSN", "OUTBOX_AMQP_URL"])
 def test_once_with_a_server_away(outbox: RunOutbox, dsn: str, amqp_url: str, away: str) -> None:
-    at = {"--dsn": dsn, "--amqp-url": amqp_url} | {away: NOWHERE if away == "--dsn" else NO_BROKER}
-    done = outbox("relay", "--once", *(word for pair in at.items() for word in pair))
+    at = {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url} | {away: NOWHERE if away == "OUTBOX_DSN" else NO_BROKER}
+    done = outbox("relay", "--once", **at)
     assert done.status == 1
     assert len(done.errors) == 1
     assert "Connection refused" in done.errors[0] or "Connect call failed" in done.errors[0]

@@ -289,7 +289,9 @@ def test_bug_has_an_exit_status_of_its_own(
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Store, "claim", broken)
-    assert cli.main(["relay", "--once", "--dsn", dsn, "--amqp-url", amqp_url]) == 3
+    monkeypatch.setenv("OUTBOX_DSN", dsn)
+    monkeypatch.setenv("OUTBOX_AMQP_URL", amqp_url)
+    assert cli.main(["relay", "--once"]) == 3
     assert "outbox: internal error, please report it: ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
@@ -310,7 +312,8 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_relay_that_hangs_ends_itself(dsn: str, amqp_url: str) -> None:
     knobs = ["--lease", "3", "--confirm-timeout", "1", "--heartbeat", "1", "--send-timeout", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", HANGS, "relay", "--dsn", dsn, "--amqp-url", amqp_url, *knobs],
+        [sys.executable, "-c", HANGS, "relay", *knobs],
+        env=os.environ | {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 3
@@ -351,7 +354,9 @@ def test_database_of_another_version(db: Db, start_relay: StartRelay) -> None:
 def test_progress_line_on_a_terminal(dsn: str, db: Db, amqp_url: str) -> None:
     ours, theirs = pty.openpty()
     relay = subprocess.Popen(
-        [sys.executable, "-m", "outbox", "relay", "--dsn", dsn, "--amqp-url", amqp_url], stderr=theirs
+        [sys.executable, "-m", "outbox", "relay"],
+        stderr=theirs,
+        env=os.environ | {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url},
     )
     os.close(theirs)
     try:

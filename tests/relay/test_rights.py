@@ -40,7 +40,7 @@ def roles(db: psycopg.Connection[Any], dsn: str) -> Iterator[Roles]:
 
 def test_shop_emits_and_relay_relays(roles: Roles, amqp_url: str, queue: Queue, outbox: RunOutbox) -> None:
     databases.query(roles.shop, "select outbox.emit('order.created', '{}')")
-    assert outbox("relay", "--once", "--dsn", roles.relay, "--amqp-url", amqp_url).status == 0
+    assert outbox("relay", "--once", OUTBOX_DSN=roles.relay, OUTBOX_AMQP_URL=amqp_url).status == 0
     assert len(queue.receive(1)) == 1
 
 
@@ -80,9 +80,9 @@ def test_relay_needs_only_write_on_the_broker(
         at = urlsplit(amqp_url)
         as_user = at._replace(netloc=f"{user}:x@{at.hostname}:{at.port}").geturl()
         databases.query(dsn, "select outbox.emit('order.created', '{}')")
-        assert outbox("relay", "--once", "--dsn", dsn, "--amqp-url", as_user).status == 0
+        assert outbox("relay", "--once", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=as_user).status == 0
         assert len(queue.receive(1)) == 1
-        declared = outbox("relay", "--once", "--declare", "--dsn", dsn, "--amqp-url", as_user)
+        declared = outbox("relay", "--once", "--declare", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=as_user)
         assert declared.status == 2
         assert "ACCESS_REFUSED" in declared.errors[-1]
     finally:

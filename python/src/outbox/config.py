@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
-from typing import Any, get_type_hints
+from dataclasses import dataclass, fields
 
 from outbox.errors import ConfigurationError
+from outbox.options import flag, knob, secret, variable
 
 # The database gets this share of a lease to answer one call, and so many seconds at most; the rest is kept twice.
 STATEMENT_SHARE, STATEMENT_MOST = 8, 15.0
 
 
-def knob(default: Any, text: str, unit: str = "") -> Any:
-    return field(default=default, metadata={"help": text, "unit": unit})
-
-
-def secret(text: str) -> Any:
-    return field(default="", repr=False, metadata={"help": text, "unit": "URL", "secret": True})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySettings:
-    dsn: str = secret("database that has the package, postgresql://user@host/name")
+    dsn: str = secret("database that has the package, postgresql://user@host/name", several=True)
     amqp_url: str = secret("broker and vhost, amqp://user@host/vhost; several, with commas between, are tried in turn")
     declare: bool = knob(default=False, text="create the default exchange if it is missing: topic, durable")
     once: bool = knob(default=False, text="send what is ready now, then exit")
@@ -39,9 +28,8 @@ class RelaySettings:
     shutdown: float = knob(30.0, "how long a stop may take to finish what is in flight", "SECONDS")
 
     def __post_init__(self) -> None:
-        for name in ("dsn", "amqp_url"):
+        for name, what in (("dsn", "database"), ("amqp_url", "broker")):
             if not getattr(self, name):
-                what = "database" if name == "dsn" else "broker"
                 raise ConfigurationError(f"no {what} given: pass {flag(name)} or set {variable(name)}")
         if not all(url.startswith(("amqp://", "amqps://")) for url in self.brokers):
             raise ConfigurationError(f"{flag('amqp_url')} must start with amqp:// or amqps://")
@@ -75,53 +63,3 @@ class RelaySettings:
     @property
     def statement_timeout(self) -> float:
         return min(self.lease / STATEMENT_SHARE, STATEMENT_MOST)
-
-    @classmethod
-    def load(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> RelaySettings:
-        """What was given on the command line wins over the environment, which wins over a secret's file."""
-        types = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for item in fields(cls):
-            if given.get(item.name) is not None:
-                values[item.name] = given[item.name]
-            elif (text := from_environment(item, environment)) is not None:
-                values[item.name] = parse(variable(item.name), text, types[item.name])
-        return cls(**values)
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    return "OUTBOX_" + name.upper()
-
-
-def default_of(item: Field[Any]) -> Any:
-    return None if item.default is MISSING else item.default
-
-
-def from_environment(item: Field[Any], environment: Mapping[str, str]) -> str | None:
-    name = variable(item.name)
-    if environment.get(name):
-        return environment[name]
-    path = environment.get(name + "_FILE") if item.metadata.get("secret") else None
-    if not path:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigurationError(f"{name}_FILE names {path!r}, which cannot be read: {error.strerror}") from error
-
-
-def parse(name: str, text: str, kind: type) -> Any:
-    if kind is bool:
-        if text.lower() in {"on", "true", "yes", "1"}:
-            return True
-        if text.lower() in {"off", "false", "no", "0"}:
-            return False
-        raise ConfigurationError(f"{name} must be on or off")
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{name} must be a number") from error

@@ -23,6 +23,7 @@ from yarl import URL
 
 from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError, ConfigurationError, ExchangeMissingError
+from outbox.options import UNREADABLE
 from outbox.store import ClaimedMessage
 
 CONNECT_TIMEOUT = 10.0
@@ -184,7 +185,7 @@ class Publisher:
             at = URL(url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
             self._connection = Connection(at, transport_factory=self._transport)
         except ValueError as error:
-            raise ConfigurationError("--amqp-url cannot be read: write it as amqp://user@host:5672/vhost") from error
+            raise ConfigurationError(f"--amqp-url cannot be read: {UNREADABLE['amqp_url']}") from error
         try:
             async with within(CONNECT_TIMEOUT):
                 await self._connection.connect()

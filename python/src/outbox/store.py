@@ -18,6 +18,7 @@ from psycopg.rows import args_row, scalar_row
 
 from outbox.config import RelaySettings
 from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError
+from outbox.options import UNREADABLE
 
 VERSION = "select outbox.version()"
 RELAY_SETTINGS = "select outbox.relay_settings()"
@@ -291,7 +292,8 @@ async def translated(connection: Connection | None) -> AsyncIterator[None]:
         ) from error
     except psycopg.ProgrammingError as error:
         if error.sqlstate is None:  # raised by the driver: the DSN cannot be read
-            raise ConfigurationError(f"--dsn cannot be read: {one_line(error)}") from error
+            # What the driver says quotes parts of it, and the password may be one.
+            raise ConfigurationError(f"--dsn cannot be read: {UNREADABLE['dsn']}") from None
         raise DatabaseUnavailableError(one_line(error)) from error
     except psycopg.Error as error:
         if error.sqlstate in BY_CODE:
