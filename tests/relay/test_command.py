@@ -140,7 +140,8 @@ def test_role_without_rights(outbox: RunOutbox, dsn: str, amqp_url: str, queue: 
     finally:
         databases.query(dsn, f"drop role {role}")
     assert done.status == 2
-    assert f"role '{role}' may not relay: permission denied" in done.errors[-1]
+    assert f"role '{role}' may not do this: permission denied" in done.errors[-1]
+    assert f"select outbox.grant_relay('{role}')" in done.errors[-1]
     assert queue.take() == []
 
 

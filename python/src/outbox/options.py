@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -68,7 +68,7 @@ def load(settings: type[T], given: Mapping[str, Any], environment: Mapping[str, 
     types = get_type_hints(settings)
     values: dict[str, Any] = {}
     for item in fields(settings):  # type: ignore[arg-type]  # T is a dataclass
-        text = read_secret(item, given, environment) if item.metadata.get("secret") else given.get(item.name)
+        text = read_secret(item.name, given, environment) if item.metadata.get("secret") else given.get(item.name)
         if text is not None:
             values[item.name] = text
         elif environment.get(variable(item.name)):
@@ -76,8 +76,7 @@ def load(settings: type[T], given: Mapping[str, Any], environment: Mapping[str, 
     return settings(**values)
 
 
-def read_secret(item: Field[Any], given: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
-    name = item.name
+def read_secret(name: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
     if (text := given.get(name)) is not None:
         for one in [text] if isinstance(text, str) else text:
             refuse_password(name, one)
@@ -130,3 +129,18 @@ def parse(name: str, text: str, kind: type) -> Any:
         return kind(text)
     except ValueError as error:
         raise ConfigurationError(f"{name} must be a number") from error
+
+
+def read_dsn(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str:
+    """The one database that a command is about."""
+    text = read_secret("dsn", given, environment)
+    if not text:
+        raise ConfigurationError(f"no database given: pass {flag('dsn')} or set {variable('dsn')}")
+    if len(lines := split_lines(text)) != 1:
+        raise ConfigurationError(f"{len(lines)} databases given: this is about one, name it with {flag('dsn')}")
+    return lines[0]
+
+
+def split_lines(text: str) -> list[str]:
+    """Several addresses stand on lines of their own; empty lines and comments are passed over."""
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]

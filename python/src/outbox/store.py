@@ -17,7 +17,7 @@ import psycopg
 from psycopg.rows import args_row, scalar_row
 
 from outbox.config import RelaySettings
-from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError
+from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError, OutboxError
 from outbox.options import UNREADABLE
 
 VERSION = "select outbox.version()"
@@ -281,25 +281,30 @@ class PooledError(DatabaseUnavailableError):
 async def translated(connection: Connection | None) -> AsyncIterator[None]:
     try:
         yield
-    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction) as error:
-        name = connection.info.dbname if connection else ""
-        raise NotInstalledError(f"database {name!r} does not have the package outbox: {INSTALL_HINT}") from error
-    except psycopg.errors.InsufficientPrivilege as error:
-        user = connection.info.user if connection else ""
-        raise ConfigurationError(
-            f"role {user!r} may not relay: {one_line(error)};"
-            " the owner of the package can grant it what the section Rights of the README lists"
-        ) from error
-    except psycopg.ProgrammingError as error:
-        if error.sqlstate is None:  # raised by the driver: the DSN cannot be read
-            # What the driver says quotes parts of it, and the password may be one.
-            raise ConfigurationError(f"--dsn cannot be read: {UNREADABLE['dsn']}") from None
-        raise DatabaseUnavailableError(one_line(error)) from error
     except psycopg.Error as error:
-        if error.sqlstate in BY_CODE:
-            hint = f" ({error.diag.message_hint})" if error.diag.message_hint else ""
-            raise BY_CODE[error.sqlstate](one_line(error) + hint) from error
-        raise DatabaseUnavailableError(one_line(error)) from error
+        raise translate(error, connection) from None
+
+
+def translate(
+    error: psycopg.Error, connection: psycopg.AsyncConnection[Any] | psycopg.Connection[Any] | None, part: str = "relay"
+) -> OutboxError:
+    """What an error of the driver means; part is what the role needs, a function grant_...() of the package."""
+    text, missing = one_line(error), (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
+    if isinstance(error, missing):
+        name = connection.info.dbname if connection else ""
+        return NotInstalledError(f"database {name!r} does not have the package outbox: {INSTALL_HINT}")
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        user = connection.info.user if connection else ""
+        return ConfigurationError(
+            f"role {user!r} may not do this: {text}; the owner of the package can"
+            f" allow it with `select outbox.grant_{part}('{user}')`"
+        )
+    if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
+        # Raised by the driver, about the DSN. What it says quotes parts of it, and the password may be one.
+        return ConfigurationError(f"--dsn cannot be read: {UNREADABLE['dsn']}")
+    if error.sqlstate in BY_CODE:
+        return BY_CODE[error.sqlstate](text, error.diag.message_hint or "")
+    return DatabaseUnavailableError(text)
 
 
 def cut(descriptor: int) -> None:
