@@ -20,7 +20,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(137);
+select plan(141);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims, after looking for due messages; the routing keys in order.
@@ -83,6 +83,7 @@ from (values
     ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x,x}'', ''{null,lost}'')', 'OB014', 'reasons contains an unknown reason'),
     ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x,x}'', null, ''{null,-1 us}'')', 'OB011', 'retry_in must lie between 0 and 10 years'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x}'', null, ''{10000 years}'')', 'OB011', 'retry_in must lie between 0 and 10 years'),
+    ('dead_among(null)', 'OB001', 'ids must not be null'),
     ('requeue_dead(null)', 'OB001', 'ids must not be null'),
     ('purge_dead(null)', 'OB001', 'older_than must not be null'),
     ('purge_dead(''-1 us'')', 'OB011', 'older_than must lie between 0 and 100 years'),
@@ -393,6 +394,18 @@ select results_eq(
     'it waits, though one counted attempt would have been its last'
 );
 select is((select count(*) from outbox.held_key where key = 'n'), 1::bigint, 'and holds its key');
+
+-- A relay may ask which of those it reported died of it.
+call pg_temp.start_over();
+select outbox.emit(name, '1', key => name) from unnest('{x,y}'::text[]) as name;
+select is(pg_temp.claim(), 'x y', 'two messages');
+create temporary table asked as select pg_temp.ids_of('{x,y}') as ids;
+select is(pg_temp.rejected('x'), 1, 'one is rejected');
+select results_eq(
+    'select d.id, d.reason from asked as a, outbox.dead_among(a.ids) as d',
+    $$select a.ids[1], 'rejected' from asked as a$$,
+    'dead_among() names it, with the reason, and not the other'
+);
 
 select * from finish();
 rollback;

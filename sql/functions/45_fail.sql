@@ -242,6 +242,27 @@ $function$;
 comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[], boolean) is
     'Settles messages the broker refused: each is retried after a back-off, or dead. counts => false: no attempt is counted, for what is not the message''s fault. Returns how many; fewer than given as for mark_sent().';
 
+create or replace function outbox.dead_among(ids bigint[])
+    returns table (id bigint, reason text)
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $function$
+begin
+    if dead_among.ids is null then
+        perform outbox._refuse('OB001', 'ids must not be null', 'Pass ids of messages.');
+    end if;
+    return query
+        select d.id, d.reason
+        from outbox.dead_letter as d
+        where d.id = any (dead_among.ids);
+end
+$function$;
+
+comment on function outbox.dead_among(bigint[]) is
+    'Which of these messages are dead, and why: for a relay that tells others.';
+
 create or replace function outbox.requeue_dead(ids bigint[])
     returns integer
     language plpgsql

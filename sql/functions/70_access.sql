@@ -12,7 +12,7 @@ as $function$
         values
             ('emit', array['version', 'emit', 'emit_bytes', 'emit_many', 'emit_event', 'set_context', 'cancel']),
             ('relay', array['version', 'hello', 'relay_settings', 'claim_batch', 'mark_sent', 'mark_failed', 'release_batch',
-                'extend_lease', 'arm_wakeup', 'disarm_wakeup', 'next_due', 'cleanup']),
+                'extend_lease', 'arm_wakeup', 'disarm_wakeup', 'next_due', 'cleanup', 'dead_among', 'stats']),
             ('consume', array['version', 'accept']),
             ('monitor', array['version', 'stats', 'message_status', 'wait_sent']),
             ('admin', array['version', 'stats', 'message_status', 'wait_sent', 'dead_letter', 'setting', 'configure', 'pause', 'resume',
@@ -210,7 +210,7 @@ end
 $function$;
 
 comment on function outbox.grant_relay(regrole) is
-    'Lets a role relay: claim, settle, sleep and wake, clean up; it reads no table and emits nothing.';
+    'Lets a role relay: claim, settle, sleep and wake, clean up; sees numbers; it reads no table and emits nothing.';
 
 create or replace function outbox.revoke_relay(role regrole)
     returns void

@@ -69,10 +69,10 @@ def test_relay(tmp_path: Path, dsn: str, db: Db, amqp_url: str, waiting: Waiting
     write(tmp_path, {"settings.py": settings})
     clean = {name: text for name, text in os.environ.items() if not name.startswith("OUTBOX")}
 
-    def relay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def relay(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "django", "outbox_relay", "--once", *arguments],
-            env=clean | {"PYTHONPATH": str(tmp_path), "DJANGO_SETTINGS_MODULE": "settings", "OUTBOX_DECLARE": "on"},
+            env=clean | environment | {"PYTHONPATH": str(tmp_path), "DJANGO_SETTINGS_MODULE": "settings"},
             capture_output=True,
             text=True,
             check=False,
@@ -82,7 +82,7 @@ def test_relay(tmp_path: Path, dsn: str, db: Db, amqp_url: str, waiting: Waiting
     nowhere = relay()
     assert nowhere.returncode == 1
     assert "CommandError: no broker given: pass --amqp-url or set OUTBOX_AMQP_URL" in nowhere.stderr
-    done = relay("--amqp-url", amqp_url)
+    done = relay("--declare", OUTBOX_AMQP_URL=amqp_url)
     assert done.returncode == 0, done.stderr
     # Sent, and returned, since no queue is bound.
     (message,) = waiting()

@@ -18,7 +18,7 @@ PARTS = (supervise, operate)
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
-        logs.set_up(verbose=getattr(options, "verbose", False), log_format=getattr(options, "log_format", "text"))
+        logs.set_up()
         status: int = options.run(options)
         sys.stdout.flush()
     except OutboxError as error:

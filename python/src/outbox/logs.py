@@ -19,7 +19,12 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in STANDARD_FIELDS}
 
 
-def add_database(record: logging.LogRecord) -> bool:
+# What stands in every line of this process.
+common: dict[str, Any] = {}
+
+
+def add_common(record: logging.LogRecord) -> bool:
+    vars(record).update(common)
     if (name := database.get(None)) and not hasattr(record, "database"):
         record.database = name
     return True
@@ -55,8 +60,8 @@ def set_up(*, verbose: bool = False, log_format: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = FieldsFormatter("%(asctime)s %(levelname)-7s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
-    handler.addFilter(add_database)
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
+    handler.addFilter(add_common)
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
     # What they warn of we report ourselves.
     for name in ("aio_pika", "aiormq"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -58,7 +58,7 @@ def add_options(command: argparse.ArgumentParser, settings: type, *only: str) ->
             choices["help"] = f"{text} [{default or variable(item.name)}]"
         if item.metadata.get("several"):
             choices["action"] = "append"
-        command.add_argument(flag(item.name), **choices)
+        command.add_argument(*(["-v"] if item.name == "verbose" else []), flag(item.name), **choices)
         if item.metadata.get("secret"):
             what = f"file to read {flag(item.name)} from [{variable(item.name)}_FILE]"
             command.add_argument(f"{flag(item.name)}-file", metavar="PATH", help=what)

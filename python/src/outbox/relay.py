@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from time import monotonic
+from time import monotonic, time
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError, ConfigurationError, OutboxError, UnavailableError
+from outbox.hooks import Failure, Teller
 from outbox.publish import BEHIND, SENT, Failed, Outcome, Publisher, Unknown
 from outbox.store import ClaimedMessage, Store
 
@@ -34,6 +35,7 @@ SLEEP_MOST = 1.0
 # How soon to look again while messages may come unannounced: longer, the longer none came.
 SOON, SOON_MOST = 0.005, 0.05
 ACCESS_REFUSED, NOT_FOUND = 403, 404
+LOST = float("-inf")
 
 T = TypeVar("T")
 
@@ -52,8 +54,9 @@ class Batch:
 class MessageRelay:
     """Carries messages from one database to one broker until stop() is called. Several may run side by side."""
 
-    def __init__(self, dsn: str, amqp_url: str, **knobs: Any) -> None:
+    def __init__(self, dsn: str, amqp_url: str, *, hooks: Sequence[object] = (), **knobs: Any) -> None:
         self._settings = RelaySettings(dsn=dsn, amqp_url=amqp_url, **knobs)
+        self._tell = Teller(hooks)
         self._store = Store(self._settings)
         self._brokers = cycle(self._settings.brokers)
         self._publisher: Publisher | None = None
@@ -73,14 +76,33 @@ class MessageRelay:
         self._problems: dict[str, str] = {}
         self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
         self._error: OutboxError | None = None
-        self.sent = 0
-        self.failed = 0
+        self._turned = monotonic()
+        self.sent = self.failed = self.lease_lost = 0
+        self.last_claim = self.last_sent = 0.0  # seconds since 1970
         self._last_error = ""
 
     @property
     def in_flight(self) -> int:
         """Messages that are claimed and not settled."""
         return sum(len(batch.messages) for batch in self._batches)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """How it does, for whoever watches."""
+        return {
+            "ready": self._started and not self._problems,
+            "database": self._store.sessions > 0 and "database" not in self._problems,
+            "broker": self._publisher is not None and "broker" not in self._problems,
+            "listening": self._listening,
+            "silent": monotonic() - self._turned,
+            "exchange": self._store.default_exchange,
+            "in_flight": self.in_flight,
+            **{name: getattr(self, name) for name in ("sent", "failed", "lease_lost", "last_claim", "last_sent")},
+        }
+
+    async def stats(self) -> dict[str, Any]:
+        """What outbox.stats() says; raises an OutboxError when it cannot be asked."""
+        return await self._store.stats()
 
     def stop(self) -> None:
         """Ends run() after what is in flight is settled."""
@@ -120,6 +142,7 @@ class MessageRelay:
     async def _forward(self) -> None:
         while True:
             self._wake.clear()  # what happens from here on ends the next pause
+            self._turned = monotonic()
             publisher = None if self._stopping.is_set() else await self._broker()
             if publisher is None:
                 return
@@ -160,6 +183,8 @@ class MessageRelay:
         messages = await self._ask(self._store.claim(token, size), None)
         if messages is None:  # perhaps only the answer was lost
             self._lost_claims[token] = begun + self._settings.statement_timeout
+            return None
+        self.last_claim = time()
         if not messages:
             return None
         self._found, self._in_vain = begun, False
@@ -213,8 +238,9 @@ class MessageRelay:
                 outcomes += again
             self._take_stock(outcomes)
             if any(isinstance(outcome, Unknown) for outcome in outcomes):
-                await self._persist(batch, self._store.release, batch.token)
+                await self._persist(batch, "release", self._store.release, [])
         finally:
+            self._tell("settled", batch.messages, monotonic() - batch.claimed_at)
             del self._batches[batch]
             self._wake.set()
 
@@ -262,37 +288,47 @@ class MessageRelay:
         fresh = min(FRESH, self._settings.lease / 4)
         if monotonic() - batch.held_at > fresh or batch.session != self._store.sessions:
             await self._extend(batch)
-        return monotonic() - batch.held_at <= fresh
+        held = monotonic() - batch.held_at <= fresh
+        if not held and batch.held_at == LOST:
+            self._lost(batch, "publish", len(batch.messages))
+        return held
 
     async def _extend(self, batch: Batch) -> None:
         begun = monotonic()
         kept = await self._ask(self._store.extend(batch.token), None)
         if kept is not None:
-            batch.held_at = begun if kept else float("-inf")
+            batch.held_at = begun if kept else LOST
             batch.session = self._store.sessions
 
     # --- settling
 
     async def _settle(self, batch: Batch, messages: Sequence[ClaimedMessage], outcomes: Sequence[Outcome]) -> None:
         pairs = list(zip(messages, outcomes, strict=True))
-        sent = [message.id for message, outcome in pairs if outcome is SENT]
-        settled = failed = 0
+        sent = [message for message, outcome in pairs if outcome is SENT]
+        failed = [Failure(m, o.error, o.reason) for m, o in pairs if isinstance(o, Failed)]
         if sent:
-            settled += await self._persist(batch, self._store.mark_sent, batch.token, sent)
+            await self._persist(batch, "sent", self._store.mark_sent, [message.id for message in sent])
+            self.sent += len(sent)
+            self.last_sent = time()
+            self._tell("sent", sent)
         for counts in (True, False):
             bad = [(m.id, o.error, o.reason) for m, o in pairs if isinstance(o, Failed) and o.counts is counts]
             if bad:
-                mark = partial(self._store.mark_failed, counts=counts)
-                settled += await self._persist(batch, mark, batch.token, *zip(*bad, strict=True))
-                failed += len(bad)
-                self._last_error = bad[-1][1]
-        self.sent += len(sent)
-        self.failed += failed
-        logger.debug(
-            "batch settled",
-            extra={"action": "settle", "sent": len(sent), "failed": failed,
-                   "open": len(messages) - len(sent) - failed, "lost": len(sent) + failed - settled},
-        )  # fmt: skip
+                ids, errors, reasons = zip(*bad, strict=True)
+                mark = partial(self._store.mark_failed, errors=errors, reasons=reasons, counts=counts)
+                await self._persist(batch, "failed", mark, ids)
+        if failed:
+            self.failed += len(failed)
+            self._last_error = failed[-1].error
+            self._tell("failed", failed)
+            if self._tell:
+                dead = await self._ask(self._store.dead_among([f.message.id for f in failed]), {})
+                if dead:
+                    self._tell(
+                        "dead_lettered", [f._replace(reason=dead[f.message.id]) for f in failed if f.message.id in dead]
+                    )
+        logger.debug("batch settled", extra={"action": "settle", "sent": len(sent), "failed": len(failed),
+                     "open": len(messages) - len(sent) - len(failed)})  # fmt: skip
 
     def _take_stock(self, outcomes: Sequence[Outcome]) -> None:
         """A batch that got nowhere is not worth another try at once."""
@@ -306,17 +342,28 @@ class MessageRelay:
             self._next_try("broker")
             self._give_up(BrokerUnavailableError(refused or unknown))
 
-    async def _persist(self, batch: Batch, call: Any, *arguments: Any) -> int:
+    async def _persist(self, batch: Batch, phase: str, call: Any, ids: Sequence[int]) -> None:
         """Repeats a settling call until it gets through or the lease is over. Meanwhile nothing is claimed."""
+        arguments, again = ((batch.token, ids) if ids else (batch.token,)), False
         try:
             while (settled := await self._ask(call(*arguments), None)) is None:
+                again = True
                 self._unsettled.add(batch)
                 if monotonic() > batch.held_at + self._settings.lease:
-                    logger.error("lease over before a batch was settled: it is sent again", extra={"action": "settle"})
-                    return 0
+                    self._lost(batch, phase, len(ids))
+                    return
         finally:
             self._unsettled.discard(batch)
-        return int(settled)
+        if settled < len(ids) and not again:  # after a lost answer it may have been done before
+            self._lost(batch, phase, len(ids) - settled)
+
+    def _lost(self, batch: Batch, phase: str, count: int) -> None:
+        """Somebody else has them now, or will: what was sent is sent again."""
+        self.lease_lost += count
+        held = round(monotonic() - batch.claimed_at, 3)
+        fields = {"event": "lease_lost", "action": "settle", "phase": phase, "count": count, "held_seconds": held}
+        logger.warning("lease lost", extra=fields)
+        self._tell("lease_lost", phase, count)
 
     # --- beside the loop
 
@@ -454,6 +501,7 @@ class MessageRelay:
         return at
 
     async def _back_off(self, server: str) -> None:
+        self._turned = monotonic()
         seconds = self._next_try(server) - monotonic()
         if self._stopping.is_set():
             await asyncio.sleep(min(seconds, BACKOFF_FIRST))

@@ -40,6 +40,15 @@ ARM_WAKEUP = "select outbox.arm_wakeup()"
 DISARM_WAKEUP = "select outbox.disarm_wakeup()"
 NEXT_DUE = "select extract(epoch from outbox.next_due() - clock_timestamp())::double precision"
 CLEANUP = "select (outbox.cleanup()).more"
+DEAD_AMONG = "select jsonb_object_agg(id, reason) from outbox.dead_among(ids => %(ids)s::bigint[])"
+STATS = """
+    select to_jsonb(s) || jsonb_build_object(
+        'at', extract(epoch from clock_timestamp()),
+        'oldest_age', extract(epoch from s.oldest_age),
+        'open_emitter', coalesce(extract(epoch from clock_timestamp() - s.oldest_emitter_at), 0)
+    )
+    from outbox.stats() as s
+"""
 NOTIFY = "select pg_notify(%(channel)s, '')"
 # Marks need no sync of their own: a claim's covers those before it, and a lost one is only sent again.
 SESSION = """
@@ -165,6 +174,15 @@ class Store:
     async def cleanup(self) -> bool:
         """Returns whether there is more to remove."""
         return bool(await self._one(CLEANUP))
+
+    async def dead_among(self, ids: Sequence[int]) -> dict[int, str]:
+        """Which of them are dead letters, and why."""
+        found = await self._one(DEAD_AMONG, ids=array(ids))
+        return {int(id_): reason for id_, reason in (found or {}).items()}
+
+    async def stats(self) -> dict[str, Any]:
+        """The state of the outbox, and the database's clock."""
+        return dict(await self._one(STATS))
 
     async def ring(self) -> None:
         """Wakes the relays that sleep: they may have relied on this one."""

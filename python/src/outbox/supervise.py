@@ -1,4 +1,4 @@
-"""The command `outbox relay`: runs the loop until a signal ends it, and watches that it turns."""
+"""The command `outbox relay`: a loop for each database, several processes if asked for, until a signal ends them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,40 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import importlib
+import json
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from outbox import logs
 from outbox.config import RelaySettings
-from outbox.options import add_options, load
+from outbox.errors import ConfigurationError, OutboxError
+from outbox.health import Look, keep_file, serving
+from outbox.metrics import Metrics, Snapshot, merge
+from outbox.options import add_options, flag, knob, load, split_lines
 from outbox.relay import MessageRelay
+
+logger = logging.getLogger(__name__)
+
+PAUSE_FIRST, PAUSE_LAST = 1.0, 60.0
+STATS_EVERY, STATS_ON_TERMINAL = 5.0, 1.0
+ANSWER_WITHIN = 2.0
+OPEN_LONG = 60.0
+HOPELESS = 2  # the exit status of what only a person can put right
+# Tells a worker the number of its line to the process that started it, and which one it is.
+WORKER = "OUTBOX_WORKER"
 
 HELP = """\
 Claims messages from the database, publishes them to RabbitMQ and marks those sent that
@@ -25,7 +48,7 @@ after what is in flight; a second signal ends it at once.
 
 exit status:
   0  stopped by a signal, or nothing left to send (--once)
-  1  a server was unavailable (--once)
+  1  a server was unavailable (--once, --check)
   2  something only you can put right: the message says what
   3  a bug in the relay: the log says where
 
@@ -33,7 +56,26 @@ Each flag can be given in the environment: --batch-size as OUTBOX_BATCH_SIZE. Th
 can also be read from a file, named by --dsn-file and OUTBOX_DSN_FILE, --amqp-url-file and
 OUTBOX_AMQP_URL_FILE; that is where passwords go. libpq's own variables (PGHOST, PGSERVICE,
 PGPASSFILE ...) are honoured. A flag wins over the environment, the environment over a file.
+
+Several databases: give --dsn more than once, or one on each line of the file or the variable.
+Each has a loop of its own, and one that fails does not stop the others.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    workers: int = knob(1, "processes; each serves all databases", "N")
+    http: str = knob("", "answer at this address: /metrics, /healthz, /readyz", "HOST:PORT")
+    liveness_file: str = knob("", "touch this file every 5 s while all loops turn", "PATH")
+    hooks: str = knob("", "object that is told what was sent, failed and died", "MODULE:NAME")
+    log_format: str = knob("text", "text for people, json for machines", "FORMAT")
+    verbose: bool = knob(default=False, text="log more")
+
+    def __post_init__(self) -> None:
+        if self.log_format not in {"text", "json"}:
+            raise ConfigurationError(f"{flag('log_format')} must be text or json")
+        if self.workers <= 0:
+            raise ConfigurationError(f"{flag('workers')} must be greater than 0")
 
 
 def add_commands(commands: Any) -> None:
@@ -43,35 +85,236 @@ def add_commands(commands: Any) -> None:
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("-v", "--verbose", action="store_true", help="log more")
-    command.add_argument("--log-format", choices=["text", "json"], default="text", help="for people or for machines")
     add_options(command, RelaySettings)
+    add_options(command, ProcessSettings)
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    return asyncio.run(relay(load(RelaySettings, vars(options))))
+    return start(load(RelaySettings, vars(options)), load(ProcessSettings, vars(options)))
 
 
-async def relay(settings: RelaySettings) -> int:
-    message_relay = MessageRelay(**asdict(settings))
+def start(settings: RelaySettings, process: ProcessSettings) -> int:
+    line, _, number = os.environ.pop(WORKER, "").partition(":")
+    if number:
+        logs.common["worker"] = int(number)
+    logs.set_up(verbose=process.verbose, log_format=process.log_format)
+    if line:
+        return asyncio.run(serve(settings, process, socket.socket(fileno=int(line)), first=number == "1"))
+    if process.workers > 1:
+        return asyncio.run(lead(settings, process))
+    return asyncio.run(serve(settings, process))
+
+
+# --- one process
+
+
+class Served:
+    """One database, and the relay that serves it at the moment."""
+
+    def __init__(self, settings: RelaySettings, name: str, hooks: Sequence[object]) -> None:
+        self.name, self._settings, self._hooks = name, settings, hooks
+        self.relay = self._new()
+        self.stats: dict[str, Any] | None = None
+        self.refused: Exception | None = None
+        self.restarts = 0
+        self._open_long = False
+
+    def _new(self) -> MessageRelay:
+        return MessageRelay(hooks=self._hooks, **asdict(self._settings))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.relay.state | {"restarts": self.restarts, "stats": self.stats}
+
+    async def run(self, over: asyncio.Event, hopeless: Callable[[], bool]) -> None:
+        """Begins anew what failed, as long as another database can be served."""
+        if self.name:
+            logs.database.set(self.name)
+        pause = PAUSE_FIRST
+        while True:
+            begun = time.monotonic()
+            try:
+                await self.relay.run()
+            except Exception as error:
+                self.refused = error
+                if self._settings.once or hopeless():
+                    over.set()
+                    raise
+                known = isinstance(error, OutboxError)
+                logger.error(  # noqa: TRY400 - a known error needs no traceback
+                    "database not served, trying again",
+                    extra={"action": "restart", "error": str(error), "kind": type(error).__name__},
+                    exc_info=None if known else error,
+                )
+            else:
+                return
+            pause = PAUSE_FIRST if time.monotonic() - begun > PAUSE_LAST else min(2 * pause, PAUSE_LAST)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await over.wait()
+            if over.is_set():
+                if hopeless():
+                    raise self.refused
+                return
+            self.relay = self._new()
+            self.restarts += 1
+
+    async def watch(self, every: float, metrics: Metrics) -> None:
+        """Asks for the numbers of the database, while it answers."""
+        while True:
+            if self.relay.state["ready"]:
+                self.refused = None
+                with contextlib.suppress(OutboxError):
+                    self.stats = await self.relay.stats()
+                    metrics.clock = self.stats["at"] - time.time()
+                    self._report()
+            elif not self.relay.state["database"]:
+                self.stats = None
+            await asyncio.sleep(every if self.stats else min(every, 0.5))
+
+    def _report(self) -> None:
+        assert self.stats is not None
+        long, before = self.stats["open_emitter"] > OPEN_LONG, self._open_long
+        self._open_long = long
+        if long and not before:
+            fields = {"action": "open_emitter", "pid": self.stats["oldest_emitter_pid"], "seconds": OPEN_LONG}
+            logger.warning("a transaction that emitted stays open: claims become slower", extra=fields)
+
+
+async def serve(
+    settings: RelaySettings, process: ProcessSettings, line: socket.socket | None = None, *, first: bool = True
+) -> int:
+    """Serves all databases; line leads to the process that this one is a worker of."""
+    metrics, over = Metrics(), asyncio.Event()
+    every = each(settings)
+    hooks = [metrics, *find_hooks(process.hooks)]
+    served = [Served(one, name if len(every) > 1 else "", hooks) for name, one in every.items()]
+    names = dict(zip(every, served, strict=True))
+
+    def stop() -> None:
+        over.set()
+        for one in served:
+            one.relay.stop()
+
+    async def look() -> Snapshot:
+        return metrics.snapshot({name: one.state for name, one in names.items()})
+
+    handle_signals(stop)
+    threading.Thread(target=watch, args=(asyncio.get_running_loop(), 2 * settings.lease), daemon=True).start()
+    loops = [
+        asyncio.create_task(one.run(over, lambda: all(other.refused is not None for other in served))) for one in served
+    ]
+    beside = []
+    if line is not None:
+        beside.append(report_to(line, look, stop))
+    if first and (sys.stderr.isatty() or process.http):
+        seconds = STATS_ON_TERMINAL if sys.stderr.isatty() else STATS_EVERY
+        beside += [one.watch(seconds, metrics) for one in served]
+    alone = process if line is None else ProcessSettings()
+    ends = await until_over(loops, shown(alone, settings, look, *beside), stop)
+    for kind in (Exception, ConfigurationError, OutboxError):  # the first is a bug
+        for error in ends:
+            if isinstance(error, kind) and (kind is not Exception or not isinstance(error, OutboxError)):
+                raise error
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def shown(
+    process: ProcessSettings, settings: RelaySettings, look: Look, *beside: Coroutine[Any, Any, None]
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """What lets others see how it goes, and what else runs beside the loops."""
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = [asyncio.create_task(one) for one in beside]
+        try:
+            if process.http:
+                await stack.enter_async_context(serving(process.http, look, settings.poll))
+            if process.liveness_file:
+                tasks.append(asyncio.create_task(keep_file(process.liveness_file, look, settings.poll)))
+            if sys.stderr.isatty() and "worker" not in logs.common:
+                tasks.append(asyncio.create_task(show_progress(look)))
+            yield tasks
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def until_over(
+    loops: Sequence[asyncio.Task[Any]],
+    beside: AbstractAsyncContextManager[list[asyncio.Task[None]]],
+    stop: Callable[[], None],
+) -> list[BaseException]:
+    """What the loops raised. If something beside them fails, that ends them too: a bug, or a setting that cannot be."""
+    failed: list[BaseException] = []
+    try:
+        async with beside as helpers:
+            waiting: set[asyncio.Task[Any]] = {*loops, *helpers}
+            while not all(loop.done() for loop in loops):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                errors = [task.exception() for task in done if task in helpers and not task.cancelled()]
+                failed += [error for error in errors if error is not None]
+                if failed:
+                    stop()
+    except ConfigurationError as error:  # nobody can be answered at this address
+        failed.append(error)
+        stop()
+        await asyncio.wait(loops)
+    ends = [loop.exception() for loop in loops]
+    return failed + [end for end in ends if end is not None]
+
+
+def each(settings: RelaySettings) -> dict[str, RelaySettings]:
+    """The settings for each database, by the name under which it appears in logs and metrics."""
+    found: dict[str, RelaySettings] = {}
+    lines = split_lines(settings.dsn)
+    try:
+        parts = [conninfo_to_dict(line) for line in lines]
+    except psycopg.Error:
+        parts = [{} for _ in lines]  # said where it is used
+    plain = [
+        str(part.get("dbname") or os.environ.get("PGDATABASE") or part.get("service") or "default") for part in parts
+    ]
+    for line, part, name in zip(lines, parts, plain, strict=True):
+        unique = name if plain.count(name) == 1 else f"{part.get('host') or ''}:{part.get('port') or 5432}/{name}"
+        if unique in found:
+            raise ConfigurationError(
+                f"database {unique!r} is given twice: one loop serves it, and {flag('workers')} more"
+            )
+        found[unique] = replace(settings, dsn=line)
+    return found
+
+
+def find_hooks(name: str) -> list[object]:
+    if not name:
+        return []
+    module, _, path = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as python -m does
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{flag('hooks')} {name!r} cannot be loaded: {error}; write it as MODULE:NAME"
+        ) from error
+    return [found() if isinstance(found, type) else found]
+
+
+def handle_signals(stop: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:
     loop = asyncio.get_running_loop()
 
-    def stop(number: int) -> None:
+    def end(number: int) -> None:
+        at_once()
+        os._exit(128 + number)
+
+    def begin(number: int) -> None:
         for again in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(again, os._exit, 128 + number)
-        message_relay.stop()
+            loop.add_signal_handler(again, end, number)
+        stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    threading.Thread(target=watch, args=(loop, 2 * settings.lease), daemon=True).start()
-    progress = asyncio.create_task(show_progress(message_relay)) if sys.stderr.isatty() else None
-    try:
-        await message_relay.run()
-    finally:
-        if progress is not None:
-            progress.cancel()
-    return 0
+        loop.add_signal_handler(number, begin, number)
 
 
 def watch(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
@@ -94,12 +337,125 @@ def watch(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         os._exit(3)
 
 
-async def show_progress(message_relay: MessageRelay) -> None:
+async def show_progress(look: Look) -> None:
     """One line that is rewritten every second."""
-    before = message_relay.sent
+    before = None
     while True:
-        await asyncio.sleep(1)
-        rate, before = message_relay.sent - before, message_relay.sent
-        counts = f"{message_relay.in_flight:,} in flight, {before:,} sent, {message_relay.failed:,} failed"
-        sys.stderr.write(f"\r\033[K{rate:,} a second, {counts}\r")
+        states = [state for found in (await look())["databases"].values() for state in found]
+        sent, failed, in_flight = (sum(state[name] for state in states) for name in ("sent", "failed", "in_flight"))
+        stats = [state["stats"] for state in states if state["stats"]]
+        parts = [f"{sent - (sent if before is None else before):,} a second"]
+        if stats:
+            parts.append(f"{sum(found['waiting'] for found in stats):,} waiting")
+            parts.append(f"oldest {max(found['oldest_age'] for found in stats):.1f} s")
+        parts += [f"{in_flight:,} in flight", f"{sent:,} sent", f"{failed:,} failed"]
+        before = sent
+        sys.stderr.write(f"\r\033[K{', '.join(parts)}\r")
         sys.stderr.flush()
+        await asyncio.sleep(1)
+
+
+# --- several processes
+
+
+async def report_to(line: socket.socket, look: Look, stop: Callable[[], None]) -> None:
+    """A worker's side: answers each question with a snapshot; nobody there any more means to stop."""
+    reader, writer = await asyncio.open_connection(sock=line)
+    with contextlib.suppress(OSError):
+        while await reader.readline():
+            writer.write(json.dumps(await look()).encode() + b"\n")
+            await writer.drain()
+    stop()
+
+
+class Worker:
+    """One of several processes, started anew when it dies."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._process: asyncio.subprocess.Process | None = None
+        self._line: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._asking = asyncio.Lock()
+
+    async def run(self, over: asyncio.Event, stop: Callable[[], None], *, once: bool) -> int:
+        """Returns its exit status when it is not to be started again."""
+        pause = PAUSE_FIRST
+        while True:
+            begun = time.monotonic()
+            status = await self._one()
+            if status == HOPELESS and not once:
+                stop()
+            if over.is_set() or once or status == 0:
+                return status
+            fields = {"action": "worker", "worker": self._number, "status": status}
+            logger.error("a worker ended, starting another", extra=fields)
+            pause = PAUSE_FIRST if time.monotonic() - begun > PAUSE_LAST else min(2 * pause, PAUSE_LAST)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await over.wait()
+                    return status
+
+    async def _one(self) -> int:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "outbox", *sys.argv[1:],
+                env=os.environ | {WORKER: f"{theirs.fileno()}:{self._number}"},
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C reaches only us: a second signal would end it at once.
+                start_new_session=True,
+            )  # fmt: skip
+        reader, writer = await asyncio.open_connection(sock=ours, limit=2**24)
+        self._line = reader, writer
+        try:
+            return await self._process.wait()
+        finally:
+            self._line = None
+            writer.close()
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None and self._process.returncode is None:
+                self._process.send_signal(number)
+
+    async def look(self) -> Snapshot | None:
+        """None: it does not answer."""
+        async with self._asking:
+            if self._line is None:
+                return None
+            reader, writer = self._line
+            try:
+                async with asyncio.timeout(ANSWER_WITHIN):
+                    writer.write(b"\n")
+                    text = await reader.readline()
+            except (OSError, TimeoutError):
+                # The answer may come later, and would be taken for that to the next question.
+                self._line = None
+                self.send(signal.SIGTERM)
+                return None
+            found: Snapshot | None = json.loads(text) if text else None
+            return found
+
+
+async def lead(settings: RelaySettings, process: ProcessSettings) -> int:
+    over = asyncio.Event()
+    workers = [Worker(number) for number in range(1, process.workers + 1)]
+
+    def send(number: int) -> None:
+        over.set()
+        for worker in workers:
+            worker.send(number)
+
+    async def look() -> Snapshot:
+        found = await asyncio.gather(*(worker.look() for worker in workers))
+        answers = [one for one in found if one is not None]
+        return merge(answers) | {"missing": len(found) - len(answers)}
+
+    def stop() -> None:
+        send(signal.SIGTERM)
+
+    handle_signals(stop, lambda: send(signal.SIGKILL))
+    loops = [asyncio.create_task(worker.run(over, stop, once=settings.once)) for worker in workers]
+    for error in await until_over(loops, shown(process, settings, look), stop):
+        raise error
+    return max(max(loop.result(), 0) for loop in loops)

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import argparse
-import asyncio
-from dataclasses import fields
-from typing import Any, get_type_hints
+import os
+from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 from psycopg.conninfo import make_conninfo
 
-from outbox import cli
-from outbox.config import RelaySettings, default_of, flag, variable
+from outbox.config import RelaySettings
 from outbox.errors import OutboxError
+from outbox.options import add_options, load, variable
+from outbox.supervise import ProcessSettings, start
 
 
 class Command(BaseCommand):
@@ -20,27 +19,17 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default="default", help="the database in settings.DATABASES [default]")
-        types = get_type_hints(RelaySettings)
-        for item in fields(RelaySettings):
-            choices: dict[str, Any] = {"default": None, "help": item.metadata["help"]}
-            if types[item.name] is bool:
-                choices["action"] = argparse.BooleanOptionalAction
-            else:
-                choices |= {"type": types[item.name], "metavar": item.metadata["unit"]}
-                choices["help"] += f" [{default_of(item) or variable(item.name)}]"
-            parser.add_argument(flag(item.name), **choices)
+        add_options(parser, RelaySettings)
+        add_options(parser, ProcessSettings, "http", "liveness_file", "hooks", "log_format")
 
     def handle(self, *_: Any, **options: Any) -> None:
-        cli.set_up_logging(verbose=options["verbosity"] > 1)
         try:
-            settings = RelaySettings.load({"dsn": dsn_of(options["database"])} | given(options))
-            asyncio.run(cli.relay(settings))
+            addressed = {variable("dsn"): dsn_of(options["database"])}
+            settings = load(RelaySettings, options, os.environ | addressed)
+            process = load(ProcessSettings, options | {"verbose": options["verbosity"] > 1, "workers": 1})
+            start(settings, process)
         except OutboxError as error:
             raise CommandError(str(error)) from error
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def dsn_of(alias: str) -> str:
