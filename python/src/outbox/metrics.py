@@ -124,7 +124,7 @@ def families(snapshot: Snapshot) -> Iterator[Family]:
     labels = ("exchange_name", "failure_type", "error_type")
     for name, text in COUNTERS.items():
         rows = [row[1:] for row in snapshot["counters"] if row[0] == name]
-        yield Family(name, "counter", text, [("", dict(zip(labels, row, strict=False)), row[-1]) for row in rows])
+        yield Family(name, "counter", text, [("", dict(zip(labels, row[:-1], strict=False)), row[-1]) for row in rows])
     for name, text in HISTOGRAMS.items():
         rows = [row[1:] for row in snapshot["buckets"] if row[0] == name]
         yield Family(name, "histogram", text, [sample for row in rows for sample in histogram(*row)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import struct
 from collections import deque
@@ -32,6 +33,9 @@ LONGEST_EXPIRATION = 315_360_000_000  # ms; on more than that the broker closes 
 HEADER, BODY, FRAME_END, FRAME_OVERHEAD = 2, 3, b"\xce", 8
 CONNECTION_FORCED = 320
 CODES = {kind: code for code, kind in EXCEPTION_MAPPING.items()}
+# At DEBUG they write whole messages, whoever runs the relay and however much that program logs.
+for name in ("aio_pika", "aiormq"):
+    logging.getLogger(name).setLevel(logging.INFO)
 frame_head = struct.Struct(">BHI").pack
 content_head = struct.Struct(">HHQH").pack
 seconds = struct.Struct(">Q").pack
