@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import guardian
 import pytest
 
-from harness import PATIENCE, Finished, Management, Proxy, Queue, RelayProcess, RunOutbox, StartRelay, eventually
+from harness import PATIENCE, Finished, Management, Page, Proxy, Queue, RelayProcess, RunOutbox, StartRelay, eventually
 
 
 @pytest.fixture
@@ -35,6 +35,11 @@ def start_relay(dsn: str, amqp_url: str, tmp_path: Path) -> Iterator[StartRelay]
     for relay in started:
         relay.process.kill()
         relay.process.wait()
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page()
 
 
 @pytest.fixture

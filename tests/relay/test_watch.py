@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,44 +18,13 @@ from typing import Any
 import pytest
 
 import outbox.metrics
-from harness import PATIENCE, Db, Proxy, Queue, RunOutbox, StartRelay, emit, eventually, leased, waiting
+from harness import PATIENCE, Db, Page, Proxy, Queue, RunOutbox, StartRelay, emit, eventually, leased, waiting
 from outbox import MessageRelay
 from outbox.hooks import Failure
 from outbox.store import ClaimedMessage
 
 QUICK = ("--lease", "3", "--confirm-timeout", "1", "--heartbeat", "1", "--send-timeout", "1")
 CANARY = "canary-in-a-body"
-
-
-class Page:
-    """Reads from a relay's HTTP address."""
-
-    def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def get(self, path: str, method: str = "GET") -> tuple[int, str]:
-        request = urllib.request.Request(f"http://{self.address}{path}", method=method)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with direct.open(request, timeout=PATIENCE) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
-
-    def metrics(self) -> dict[str, float]:
-        lines = self.get("/metrics")[1].splitlines()
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
-
-    def shows(self, name: str, value: float) -> None:
-        eventually(lambda: self.metrics().get(name) == value, f"{name} {value}; there is {self.metrics()}")
-
-
-@pytest.fixture
-def page() -> Page:
-    return Page()
 
 
 def test_metrics(db: Db, queue: Queue, start_relay: StartRelay, page: Page, management: Callable[..., Any]) -> None:
@@ -146,8 +113,8 @@ def test_readiness_follows_the_servers(  # noqa: PLR0917 - fixtures
         eventually(lambda: is_(ready=True), "ready again")
 
 
-def test_other_requests(start_relay: StartRelay, page: Page, queue: Queue) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_other_requests(start_relay: StartRelay, page: Page) -> None:
     start_relay("--http", page.address)
     eventually(lambda: page.get("/healthz")[0], "an answer")
     assert page.get("/other") == (404, "there are /metrics, /healthz and /readyz\n")
@@ -163,15 +130,15 @@ def test_other_requests(start_relay: StartRelay, page: Page, queue: Queue) -> No
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:"])
-def test_address_that_cannot_be(outbox: RunOutbox, dsn: str, amqp_url: str, queue: Queue, address: str) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_address_that_cannot_be(outbox: RunOutbox, dsn: str, amqp_url: str, address: str) -> None:
     done = outbox("relay", "--http", address, OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     assert done.errors == [f"outbox: --http cannot listen at {address!r}: write it as HOST:PORT"]
 
 
-def test_address_that_is_taken(outbox: RunOutbox, dsn: str, amqp_url: str, queue: Queue) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_address_that_is_taken(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = outbox("relay", "--http", address, OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url)
@@ -188,9 +155,9 @@ def test_loop_that_does_not_turn() -> None:
     assert health.why_ill({"databases": {}, "missing": 1}, 1.0) == "1 workers do not answer"
 
 
-async def test_a_stuck_loop_shows(dsn: str, amqp_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("queue")
+async def test_a_stuck_loop_shows(dsn: str, amqp_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process answers, and yet its relay hangs."""
-    assert queue
 
     async def hang(*_: Any) -> None:
         await asyncio.sleep(3600)
@@ -207,8 +174,8 @@ async def test_a_stuck_loop_shows(dsn: str, amqp_url: str, queue: Queue, monkeyp
     await asyncio.wait({running})
 
 
-def test_liveness_file(start_relay: StartRelay, queue: Queue, tmp_path: Path) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_liveness_file(start_relay: StartRelay, tmp_path: Path) -> None:
     file = tmp_path / "alive"
     relay = start_relay("--liveness-file", str(file))
     eventually(file.exists, "the file")
@@ -222,8 +189,8 @@ def test_liveness_file(start_relay: StartRelay, queue: Queue, tmp_path: Path) ->
     eventually(lambda: file.stat().st_mtime > 0, "that it is touched again")
 
 
-def test_liveness_file_that_cannot_be(outbox: RunOutbox, dsn: str, amqp_url: str, queue: Queue) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_liveness_file_that_cannot_be(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
     done = outbox("relay", "--liveness-file", "/nowhere/file", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     assert done.errors == ["outbox: --liveness-file '/nowhere/file' cannot be written: No such file or directory"]

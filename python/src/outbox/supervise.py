@@ -365,8 +365,8 @@ async def report_to(line: socket.socket, look: Look, stop: Callable[[], None]) -
     """A worker's side: answers each question with a snapshot; nobody there any more means to stop."""
     reader, writer = await asyncio.open_connection(sock=line)
     with contextlib.suppress(OSError):
-        while await reader.readline():
-            writer.write(json.dumps(await look()).encode() + b"\n")
+        while number := await reader.readline():
+            writer.write(json.dumps([int(number), await look()]).encode() + b"\n")
             await writer.drain()
     stop()
 
@@ -378,7 +378,7 @@ class Worker:
         self._number = number
         self._process: asyncio.subprocess.Process | None = None
         self._line: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._asking = asyncio.Lock()
+        self._asking, self._asked = asyncio.Lock(), 0
 
     async def run(self, over: asyncio.Event, stop: Callable[[], None], *, once: bool) -> int:
         """Returns its exit status when it is not to be started again."""
@@ -388,7 +388,7 @@ class Worker:
             status = await self._one()
             if status == HOPELESS and not once:
                 stop()
-            if over.is_set() or once or status == 0:
+            if over.is_set() or once:
                 return status
             fields = {"action": "worker", "worker": self._number, "status": status}
             logger.error("a worker ended, starting another", extra=fields)
@@ -427,17 +427,15 @@ class Worker:
             if self._line is None:
                 return None
             reader, writer = self._line
-            try:
+            self._asked += 1
+            with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(ANSWER_WITHIN):
-                    writer.write(b"\n")
-                    text = await reader.readline()
-            except (OSError, TimeoutError):
-                # The answer may come later, and would be taken for that to the next question.
-                self._line = None
-                self.send(signal.SIGTERM)
-                return None
-            found: Snapshot | None = json.loads(text) if text else None
-            return found
+                    writer.write(b"%d\n" % self._asked)
+                    while text := await reader.readline():
+                        number, found = json.loads(text)
+                        if number == self._asked:  # not a late answer to an earlier question
+                            return dict(found)
+            return None
 
 
 async def lead(settings: RelaySettings, process: ProcessSettings) -> int:
