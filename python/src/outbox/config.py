@@ -15,6 +15,11 @@ STATEMENT_SHARE, STATEMENT_MOST = 8, 15.0
 class RelaySettings:
     dsn: str = secret("database that has the package, postgresql://user@host/name", several=True)
     amqp_url: str = secret("broker and vhost, amqp://user@host/vhost; several, with commas between, are tried in turn")
+    amqp_ca: str = knob(
+        "", "file with the authorities that may sign the broker's certificate [those of the system]", "PATH"
+    )
+    amqp_cert: str = knob("", "file with the certificate that we show the broker", "PATH")
+    amqp_key: str = knob("", "file with its key, if that is not in the same file", "PATH")
     declare: bool = knob(default=False, text="create the default exchange if it is missing: topic, durable")
     once: bool = knob(default=False, text="send what is ready now, then exit")
     batch_size: int = knob(500, "messages claimed at a time", "N")

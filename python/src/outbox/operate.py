@@ -19,7 +19,7 @@ from outbox.config import RelaySettings
 from outbox.emit import emit as emit_message
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.options import add_options, read_dsn
-from outbox.store import NETWORK, translate
+from outbox.store import connection_settings, translate
 
 STATS = "select * from outbox.stats()"
 PAUSE = "select outbox.pause()"
@@ -149,7 +149,9 @@ def add_caution(command: argparse.ArgumentParser) -> None:
 @contextmanager
 def connected(dsn: str, part: str) -> Iterator[Db]:
     try:
-        db = psycopg.Connection[dict[str, Any]].connect(dsn, autocommit=True, row_factory=dict_row, **NETWORK)
+        db = psycopg.Connection[dict[str, Any]].connect(
+            dsn, autocommit=True, row_factory=dict_row, **connection_settings(dsn)
+        )
     except psycopg.Error as error:
         raise translate(error, None) from None
     with db:

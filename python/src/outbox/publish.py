@@ -26,6 +26,7 @@ from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError, ConfigurationError, ExchangeMissingError
 from outbox.options import UNREADABLE
 from outbox.store import ClaimedMessage
+from outbox.tls import broker_tls
 
 CONNECT_TIMEOUT = 10.0
 CLOSE_TIMEOUT = 3.0
@@ -187,7 +188,7 @@ class Publisher:
         """Fails unless the broker has the exchange."""
         try:
             at = URL(url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
-            self._connection = Connection(at, transport_factory=self._transport)
+            self._connection = Connection(at, context=broker_tls(self._settings, at), transport_factory=self._transport)
         except ValueError as error:
             raise ConfigurationError(f"--amqp-url cannot be read: {UNREADABLE['amqp_url']}") from error
         try:

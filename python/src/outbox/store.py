@@ -19,6 +19,7 @@ from psycopg.rows import args_row, scalar_row
 from outbox.config import RelaySettings
 from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError, OutboxError
 from outbox.options import UNREADABLE
+from outbox.tls import database_tls
 
 VERSION = "select outbox.version()"
 RELAY_SETTINGS = "select outbox.relay_settings()"
@@ -256,7 +257,7 @@ class Store:
         async with translated(None):
             # No prepared statements: they do not survive a pooler that shares sessions.
             return await psycopg.AsyncConnection.connect(
-                self._settings.dsn, autocommit=True, prepare_threshold=None, **NETWORK
+                self._settings.dsn, autocommit=True, prepare_threshold=None, **connection_settings(self._settings.dsn)
             )
 
     async def _introduce(self, connection: Connection) -> None:
@@ -289,6 +290,10 @@ class Store:
             raise DatabaseUnavailableError("the database did not answer in time") from error
         finally:
             timer.cancel()
+
+
+def connection_settings(dsn: str) -> dict[str, Any]:
+    return NETWORK | database_tls(dsn)
 
 
 class PooledError(DatabaseUnavailableError):
