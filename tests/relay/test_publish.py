@@ -175,7 +175,7 @@ async def test_wire_format(publisher: Publisher, amqp_url: str) -> None:
 
 
 async def test_bodies_of_any_size_arrive_unchanged(publisher: Publisher, orders: Queue) -> None:
-    frame = publisher._connection.connection_tune.frame_max - 8
+    frame = publisher.connection.connection_tune.frame_max - 8
     sizes = [0, 1, frame - 1, frame, frame + 1, 2 * frame, 2 * frame + 1, 3_000_000]
     bodies = [bytes(n % 251 for n in range(size)) for size in sizes]
     assert await publish(publisher, [message(body=body) for body in bodies]) == [SENT] * len(sizes)

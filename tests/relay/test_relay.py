@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -21,7 +22,7 @@ import databases
 from harness import PATIENCE, Db, Management, Proxy, Queue, StartRelay, emit, eventually, leased, waiting
 from outbox import MessageRelay, cli
 from outbox.publish import Publisher
-from outbox.store import Store
+from outbox.store import Store, fits
 
 
 def test_emitted_message_arrives_and_its_row_goes(db: Db, queue: Queue, start_relay: StartRelay) -> None:
@@ -343,11 +344,21 @@ def test_hostile_defaults_do_not_matter(db: Db, queue: Queue, start_relay: Start
     assert relay.log.count("server unavailable") == 0
 
 
-def test_database_of_another_version(db: Db, start_relay: StartRelay) -> None:
-    db.execute("create or replace function outbox.version() returns text language sql as $$ select '99.0' $$")
+@pytest.mark.parametrize("found", ["99.0", "0.0.9"])
+def test_database_of_another_version(db: Db, start_relay: StartRelay, found: str) -> None:
+    db.execute(f"create or replace function outbox.version() returns text language sql as $$ select '{found}' $$")
     relay = start_relay()
     assert relay.process.wait(PATIENCE) == 2
-    assert "outbox: the database has outbox 99.0" in relay.log
+    ours = version("pg-outbox")
+    says = f"outbox: the database has outbox {found}, this is {ours}: upgrade the older one, the database first"
+    assert relay.log.splitlines()[-1] == says
+
+
+def test_versions_that_fit() -> None:
+    assert fits("1.2.0", "1.2.5")
+    assert fits("1.3.0", "1.2.0")
+    assert not fits("1.1.9", "1.2.0")
+    assert not fits("2.0.0", "1.2.0")
 
 
 @pytest.mark.usefixtures("queue")

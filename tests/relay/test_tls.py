@@ -142,7 +142,8 @@ def test_good_certificates(place: Place, outbox: RunOutbox) -> None:
     place.show("good")
     place.query("select outbox.emit('nobody.listens', '{}')")
     done = outbox("relay", "--once", "-v", "--amqp-ca", place.files("authority.crt"),
-                  OUTBOX_DSN=place.dsn(VERIFY + place.files("authority.crt")), OUTBOX_AMQP_URL=place.amqp("good"))  # fmt: skip
+                  OUTBOX_DSN=place.dsn(VERIFY + place.files("authority.crt")),
+                  OUTBOX_AMQP_URL=place.amqp("good"))  # fmt: skip
     assert done.status == 0, done.log
     assert place.query("select attempts from outbox.message") == "1"  # returned: it got there
     place.query("delete from outbox.message")

@@ -178,7 +178,7 @@ class Publisher:
     def __init__(self, settings: RelaySettings) -> None:
         self._settings = settings
         self._transport = Transport()
-        self._connection: Connection
+        self.connection: Connection
         self._channel: ConfirmChannel
         self._turn = asyncio.Lock()
         self._late: dict[Flight, str] = {}
@@ -188,13 +188,13 @@ class Publisher:
         """Fails unless the broker has the exchange."""
         try:
             at = URL(url).update_query(heartbeat=self._settings.heartbeat, name="outbox relay")
-            self._connection = Connection(at, context=broker_tls(self._settings, at), transport_factory=self._transport)
+            self.connection = Connection(at, context=broker_tls(self._settings, at), transport_factory=self._transport)
         except ValueError as error:
             raise ConfigurationError(f"--amqp-url cannot be read: {UNREADABLE['amqp_url']}") from error
         try:
             async with within(CONNECT_TIMEOUT):
-                await self._connection.connect()
-                await self._connection.ready()
+                await self.connection.connect()
+                await self.connection.ready()
                 await self._find_exchange(exchange)
                 await self._open_channel(2)
         except BaseException:
@@ -206,7 +206,7 @@ class Publisher:
         try:
             with contextlib.suppress(BrokerUnavailableError):
                 async with within(CLOSE_TIMEOUT):
-                    await self._connection.close()
+                    await self.connection.close()
         finally:
             self.abort()
 
@@ -217,7 +217,7 @@ class Publisher:
 
     @property
     def is_open(self) -> bool:
-        return not self._connection.is_closed
+        return not self.connection.is_closed
 
     @property
     def trouble(self) -> str | None:
@@ -249,7 +249,7 @@ class Publisher:
                 return [self.lost] * len(messages)
             if not await may_send():
                 return [Unknown("the lease was lost")] * len(messages)
-            channel, frame_max = self._channel, self._connection.connection_tune.frame_max
+            channel, frame_max = self._channel, self.connection.connection_tune.frame_max
             outcomes, places, payload = encode_all(messages, monotonic() - claimed_at, channel.number, frame_max)
             if not places:
                 return outcomes
@@ -311,21 +311,21 @@ class Publisher:
 
     @property
     def _blocked(self) -> bool:
-        unblocked: asyncio.Event = vars(self._connection)["_Connection__connection_unblocked"]
+        unblocked: asyncio.Event = vars(self.connection)["_Connection__connection_unblocked"]
         return not unblocked.is_set()
 
     async def _open_channel(self, number: int) -> None:
-        if number > (self._connection.connection_tune.channel_max or 65535):
+        if number > (self.connection.connection_tune.channel_max or 65535):
             raise ConnectionError("all channel numbers are used up")
-        channel = ConfirmChannel(self._connection, number)
-        self._connection.channels[number] = channel
+        channel = ConfirmChannel(self.connection, number)
+        self.connection.channels[number] = channel
         await channel.open()
         self._channel = channel
 
     async def _find_exchange(self, name: str) -> None:
         passive = not self._settings.declare
         try:
-            channel = await self._connection.channel(1, publisher_confirms=False)
+            channel = await self.connection.channel(1, publisher_confirms=False)
             await channel.exchange_declare(name, exchange_type="topic", durable=True, passive=passive)
             await channel.close()
         except ChannelNotFoundEntity as error:

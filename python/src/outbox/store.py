@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -264,7 +265,7 @@ class Store:
         async with self._talk(connection), connection.cursor(row_factory=scalar_row) as cursor:
             await cursor.execute(VERSION)
             found, ours = str(await cursor.fetchone()), version("pg-outbox")
-            if found.partition(".")[0] != ours.partition(".")[0]:
+            if not fits(found, ours):
                 raise ConfigurationError(
                     f"the database has outbox {found}, this is {ours}: upgrade the older one, the database first"
                 )
@@ -290,6 +291,12 @@ class Store:
             raise DatabaseUnavailableError("the database did not answer in time") from error
         finally:
             timer.cancel()
+
+
+def fits(database: str, ours: str) -> bool:
+    """Within a major version everything that was callable stays so: a database may be ahead, never behind."""
+    theirs, own = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (database, ours))
+    return theirs[:1] == own[:1] and theirs >= own
 
 
 def connection_settings(dsn: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox import logs
+from outbox.check import check
 from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.health import Look, keep_file, serving
@@ -70,6 +71,7 @@ class ProcessSettings:
     hooks: str = knob("", "object that is told what was sent, failed and died", "MODULE:NAME")
     log_format: str = knob("text", "text for people, json for machines", "FORMAT")
     verbose: bool = knob(default=False, text="log more")
+    check: bool = knob(default=False, text="try servers, rights and topology, say what is wrong, and exit")
 
     def __post_init__(self) -> None:
         if self.log_format not in {"text", "json"}:
@@ -99,6 +101,8 @@ def start(settings: RelaySettings, process: ProcessSettings) -> int:
     if number:
         logs.common["worker"] = int(number)
     logs.set_up(verbose=process.verbose, log_format=process.log_format)
+    if process.check:
+        return asyncio.run(check(each(settings)))
     if line:
         return asyncio.run(serve(settings, process, socket.socket(fileno=int(line)), first=number == "1"))
     if process.workers > 1:
