@@ -10,6 +10,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).resolve().parent
+# In a clone the SQL lies beside this folder, in an sdist inside it.
+ROOT = HERE if (HERE / "outbox.control").exists() else HERE.parent
 
 
 class SqlHook(BuildHookInterface[Any]):
@@ -20,7 +22,7 @@ class SqlHook(BuildHookInterface[Any]):
         from outbox.install import from_clone  # noqa: PLC0415 - found only now
 
         self.folder = tempfile.TemporaryDirectory()
-        for name, text in from_clone(HERE.parent).items():
+        for name, text in from_clone(ROOT).items():
             path = Path(self.folder.name, f"{name}.sql")
             path.write_text(text)
             build_data["force_include"][str(path)] = f"outbox/sql/{path.name}"
