@@ -58,7 +58,7 @@ echo 'create_main_cluster = false' >> "$clusters"
 was_there=" $(dpkg-query -W -f '${Package} ') "
 apt-get install -y --no-install-recommends "$@"
 
-for package in rabbitmq-server pgbouncer erlang-base; do
+for package in rabbitmq-server pgbouncer prometheus erlang-base; do
     case "$was_there" in *" $package "*) continue ;; esac
     [ ! -e "/etc/init.d/$package" ] || update-rc.d "$package" disable
     for unit in $(dpkg-query -L "$package" | sed -n 's#.*/systemd/system/##p'); do
@@ -127,7 +127,15 @@ def missing_packages() -> list[str]:
     missing = [] if any(not missing_for(version) for version in installed) else missing_for(debian_postgres())
     if not Path("/usr/lib/rabbitmq/bin/rabbitmq-server").exists():
         missing.append("rabbitmq-server")
-    for program, package in (("pg_prove", "libtap-parser-sourcehandler-pgtap-perl"), ("pgbouncer", "pgbouncer")):
+    programs = {
+        "pg_prove": "libtap-parser-sourcehandler-pgtap-perl",
+        "pgbouncer": "pgbouncer",
+        "prometheus": "prometheus",  # evaluates the alert rules of docs/
+        "systemd-analyze": "systemd",  # reads the unit of docs/
+        "openssl": "openssl",
+        "curl": "curl",
+    }
+    for program, package in programs.items():
         if shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin") is None:
             missing.append(package)
     if importlib.util.find_spec("ensurepip") is None:

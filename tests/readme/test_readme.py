@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,14 +147,14 @@ def run_block(terminal: Terminal, block: Block) -> None:
         raise ReadmeError(f"nobody knows how to run a block of {block.language}")
 
 
-def run_readme(readme: str, terminal: Terminal) -> int:
+def run_readme(readme: str, terminal: Terminal, name: str = "README.md") -> int:
     """Returns how many blocks ran."""
     found = blocks(readme)
     for block in found:
         try:
             run_block(terminal, block)
         except ReadmeError as error:
-            raise ReadmeError(f"README.md line {block.line}: {error}") from error
+            raise ReadmeError(f"{name} line {block.line}: {error}") from error
     return len(found)
 
 
@@ -193,6 +195,37 @@ def test_every_block_runs_and_shows_what_comes(terminal: Terminal) -> None:
     assert run_readme(README.read_text(), terminal) >= 10
 
 
+def test_operating_guide(terminal: Terminal, tmp_path: Path) -> None:
+    """With a port that is free; and what it wrote to files is what the commands say."""
+    text = (databases.ROOT / "docs" / "operating.md").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        text = text.replace("9187", str(free.getsockname()[1]))
+    assert run_readme(text, terminal, "docs/operating.md") >= 20
+    (ready,) = json.loads((tmp_path / "ready.json").read_text())["databases"].values()
+    assert (ready["ready"], ready["database"], ready["broker"]) == (True, "up", "up")
+    letter = json.loads((tmp_path / "letter.json").read_text())
+    assert (letter["reason"], letter["body"]) == ("unroutable", '{"order":3}')
+    assert "is paused" in (tmp_path / "paused.txt").read_text()
+    assert all(json.loads(line)["level"] for line in (tmp_path / "relay.log").read_text().splitlines())
+
+
+def test_every_command_and_flag_of_the_guide_exists() -> None:
+    """Those that stand in the text, and not in a block."""
+    text = (databases.ROOT / "docs" / "operating.md").read_text()
+    helps = "".join(
+        subprocess.run(
+            [sys.executable, "-m", "outbox", *words, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        for words in ([], ["relay"], ["stats"], ["emit"], ["dead", "purge"])
+    )
+    flags = set(re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", text)) - {"--help"}
+    assert len(flags) > 10
+    assert [flag for flag in sorted(flags) if flag not in helps] == []
+    variables = set(re.findall(r"OUTBOX_[A-Z_]+", text))
+    known = {f"OUTBOX_{flag[2:].replace('-', '_').upper()}" for flag in re.findall(r"--[a-z-]+", helps)}
+    assert variables <= known
+
+
 def test_first_sixty_lines_lead_to_a_message() -> None:
     seen = [
         block for block in blocks("\n".join(README.read_text().splitlines()[:60]) + "\n") if block.language == "text"
@@ -209,10 +242,12 @@ def test_make_targets_exist(name: str) -> None:
         check_make(line)
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+@pytest.mark.parametrize("name", ["README.md", "docs/operating.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    page = databases.ROOT / name
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     assert targets
-    assert [target for target in targets if not urlsplit(target).scheme and not (README.parent / target).exists()] == []
+    assert [target for target in targets if not urlsplit(target).scheme and not (page.parent / target).exists()] == []
 
 
 WRONG = {

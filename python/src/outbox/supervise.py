@@ -122,7 +122,7 @@ class Served:
         self.stats: dict[str, Any] | None = None
         self.refused: Exception | None = None
         self.restarts = 0
-        self._open_long = False
+        self._running = self._open_long = False
 
     def _new(self) -> MessageRelay:
         return MessageRelay(hooks=self._hooks, **asdict(self._settings))
@@ -138,6 +138,7 @@ class Served:
         pause = PAUSE_FIRST
         while True:
             begun = time.monotonic()
+            self._running = True
             try:
                 await self.relay.run()
             except Exception as error:
@@ -153,6 +154,8 @@ class Served:
                 )
             else:
                 return
+            finally:
+                self._running, self.stats = False, None
             pause = PAUSE_FIRST if time.monotonic() - begun > PAUSE_LAST else min(2 * pause, PAUSE_LAST)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -170,13 +173,14 @@ class Served:
         while True:
             if self.relay.state["ready"]:
                 self.refused = None
+            if self._running and self.relay.state["database"]:
                 begun = time.monotonic()
                 with contextlib.suppress(OutboxError):
                     self.stats = await self.relay.stats()
                     took = time.monotonic() - begun
                     metrics.clock = self.stats["at"] - time.time()
                     self._report()
-            elif not self.relay.state["database"]:
+            else:
                 self.stats = None
             await asyncio.sleep(max(every, took * STATS_SHARE) if self.stats else min(every, 0.5))
 
