@@ -47,7 +47,7 @@ def test_from_source_to_a_message(tmp_path: Path, amqp_url: str, queue: Queue) -
         at |= {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url}
 
         def run(*command: str) -> str:
-            words = [bin_ / command[0], *command[1:]]
+            words = [str(bin_ / command[0]), *command[1:]]
             return subprocess.run(words, env=at, cwd="/", check=True, capture_output=True, text=True).stdout
 
         sql = run("python", "-c", "import outbox; print(outbox.install_sql())")

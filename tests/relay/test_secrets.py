@@ -74,8 +74,8 @@ def test_a_running_relay(  # noqa: PLR0917 - fixtures
     assert_clean(relay.log)
 
 
-def test_wrong_passwords(addresses: Addresses, outbox: RunOutbox, dsn: str, amqp_url: str, queue: Queue) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_wrong_passwords(addresses: Addresses, outbox: RunOutbox, dsn: str, amqp_url: str) -> None:
     wrong = Addresses(*(at.replace("canary", "canary2") for at in (addresses.dsn, addresses.amqp_url)))
     for pg, mq in ((wrong.dsn, amqp_url), (dsn, wrong.amqp_url)):
         for command in (["relay", "--once", "-v"], ["relay", "--check"], ["stats"]):
@@ -128,10 +128,8 @@ def test_traceback(addresses: Addresses, style: str) -> None:
     assert_clean(done.stderr)
 
 
-def test_broker_that_vanishes(
-    addresses: Addresses, start_relay: StartRelay, management: Callable[..., Any], queue: Queue
-) -> None:
-    assert queue
+@pytest.mark.usefixtures("queue")
+def test_broker_that_vanishes(addresses: Addresses, start_relay: StartRelay, management: Callable[..., Any]) -> None:
     relay = start_relay("-v", pg=addresses.dsn, amqp=addresses.amqp_url)
     relay.await_log("relay ready")
     name = urlsplit(addresses.amqp_url).username

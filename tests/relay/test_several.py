@@ -59,8 +59,8 @@ def test_flag_can_be_repeated(dsn: str, second: str, amqp_url: str, queue: Queue
 
 
 def without_password(dsn: str) -> tuple[str, str]:
-    parts = psycopg.conninfo.conninfo_to_dict(dsn)
-    password = str(parts.pop("password"))
+    parts = {name: str(value) for name, value in psycopg.conninfo.conninfo_to_dict(dsn).items()}
+    password = parts.pop("password")
     return psycopg.conninfo.make_conninfo(**parts), password
 
 
