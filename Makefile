@@ -8,7 +8,7 @@ SUITE   = @exec $(PYTHON) tests/run.py --parent $$PPID
 SERVERS = $(PYTHON) tests/servers.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint pgtap isolation mutants bench up down env build install provision lock clean
+.PHONY: help demo test test-long lint pgtap isolation matrix mutants bench up down env build install provision lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -30,6 +30,9 @@ pgtap: ## the SQL tests, in both modes of installation
 
 isolation: ## the two-session specs
 	$(SUITE) isolation
+
+matrix: provision ## the suites that depend on the server on PostgreSQL 14 to 18: ON="14 18"
+	@exec .venv/bin/python tests/matrix/run.py --parent $$PPID $(ON)
 
 mutants: provision ## break every guard of the SQL in turn, and see a test fail each time
 	@exec .venv/bin/python tests/mutants/run.py --parent $$PPID

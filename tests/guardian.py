@@ -317,6 +317,13 @@ class Postgres(Server):
     def make_prefix(self) -> None:
         """PostgreSQL looks for its share folder from where its executable really is. So a copied executable finds
         the extensions we put beside the system's ones, and the system's folders stay as they are."""
+        if given := os.environ.get("OUTBOX_POSTGRES"):
+            # Another major, in a folder by itself: copied whole, because the servers' user may not read it.
+            prefix = self.place / "prefix"
+            shutil.copytree(given, prefix, symlinks=True)
+            self.bin, self.extensions = prefix / "bin", prefix / "share/postgresql/extension"
+            self.system = {"BINDIR": self.bin}
+            return
         self.system = postgres_folders()
         top = os.path.commonpath(self.system.values())
         own = {name: self.place / "prefix" / folder.relative_to(top) for name, folder in self.system.items()}
