@@ -58,6 +58,7 @@ SESSION = """
            set_config('synchronous_commit', 'off', false),
            set_config('lock_timeout', '0', false),
            set_config('idle_session_timeout', '0', false),
+           set_config('client_min_messages', 'warning', false),
            set_config('default_transaction_read_only', 'off', false),
            set_config('default_transaction_isolation', 'read committed', false),
            set_config('array_nulls', 'on', false)
@@ -113,6 +114,7 @@ class Store:
         self.default_exchange, self.strict_keys = "", False
         # Whether a connection is a session of our own. A pooler's is not, and must not be given settings or locks.
         self.private = False
+        self._replica_lacks_it = False
 
     async def connect(self) -> bool:
         """Makes the first session; whatever only a person can put right shows here."""
@@ -140,6 +142,8 @@ class Store:
                 "relay": self._relay,
             }
             await cursor.execute(CLAIM_BATCH, arguments)
+            if self._replica_lacks_it:
+                raise DatabaseUnavailableError("a claim did not reach the synchronous replica: its wait was cancelled")
             return await cursor.fetchall()
 
     async def mark_sent(self, token: UUID, ids: Sequence[int]) -> int:
@@ -253,13 +257,22 @@ class Store:
             except BaseException:
                 await self.close()
                 raise
+            finally:
+                self._replica_lacks_it = False
 
     async def _connect(self) -> Connection:
         async with translated(None):
             # No prepared statements: they do not survive a pooler that shares sessions.
-            return await psycopg.AsyncConnection.connect(
+            connection = await psycopg.AsyncConnection.connect(
                 self._settings.dsn, autocommit=True, prepare_threshold=None, **connection_settings(self._settings.dsn)
             )
+        connection.add_notice_handler(self._on_notice)
+        return connection
+
+    def _on_notice(self, notice: psycopg.errors.Diagnostic) -> None:
+        """Cancelling a commit that waits for a synchronous replica lets it succeed, with a warning without a code."""
+        if notice.source_function == "SyncRepWaitForLSN":
+            self._replica_lacks_it = True
 
     async def _introduce(self, connection: Connection) -> None:
         async with self._talk(connection), connection.cursor(row_factory=scalar_row) as cursor:
@@ -328,6 +341,10 @@ def translate(
         return ConfigurationError(
             f"role {user!r} may not do this: {text}; the owner of the package can"
             f" allow it with `select outbox.grant_{part}('{user}')`"
+        )
+    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        return DatabaseUnavailableError(
+            f"{text}: a replica? Name the primary, or all hosts with target_session_attrs=read-write"
         )
     if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
         # Raised by the driver, about the DSN. What it says quotes parts of it, and the password may be one.
