@@ -612,10 +612,12 @@ begin
             when v_read < v_chunk then 9223372036854775807
             else v_last
         end;
-        exit when v_first_left is not null or v_read < v_chunk or v_behind is null;
-        -- Where there are some there may be many: go through them faster.
-        v_quota := _take.quota - cardinality(v_part.ids);
+        exit when v_ids is not null or v_read < v_chunk;
+        -- All had to go behind, and there may be many more: faster. And from the start: what a claim hands out it has seen at
+        -- one look, because between two a message may be committed that lies before what the first has read, and another of
+        -- its key behind that.
         v_chunk := greatest(v_quota, 1000);
+        v_reach := v_floor - 1;
     end loop;
     -- Only what is proven may raise the floor later.
     v_part.reach := greatest(v_part.reach, least(coalesce(_take.safe_id, 0), v_reach));
