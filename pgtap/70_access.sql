@@ -66,12 +66,16 @@ insert into may_read
 values
     ('message_status', '{monitor,admin}', '\d+'),
     ('dead_letter', '{admin}', '1'),
-    ('setting', '{admin}', '0');
+    ('archive', '{admin}', '1'),
+    ('setting', '{admin}', '1');
 
 -- Something to see.
 insert into outbox.dead_letter (id, dead_at, reason, lane, message_id, routing_key, content_type, created_at, attempts, emitted_by, parked, body)
 values (0, '2020-01-01', 'rejected', 0, gen_random_uuid(), 'a', 'text/plain', '2020-01-01', 1, 'tap', false, 'secret');
 select outbox.emit('a', '"secret"') as waiting \gset
+insert into outbox.archive (id, sent_at, message_id, routing_key, content_type, created_at, attempts, emitted_by, body)
+values (0, now(), gen_random_uuid(), 'a', 'text/plain', now(), 0, 'tap', 'secret');
+select outbox.configure('retention', 'forever') as kept \gset
 -- A dead letter past its retention would go with cleanup().
 update outbox.dead_letter set dead_at = now();
 

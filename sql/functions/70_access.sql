@@ -15,9 +15,9 @@ as $function$
                 'extend_lease', 'arm_wakeup', 'disarm_wakeup', 'next_due', 'cleanup', 'dead_among', 'stats']),
             ('consume', array['version', 'accept']),
             ('monitor', array['version', 'stats', 'message_status', 'wait_sent']),
-            ('admin', array['version', 'stats', 'message_status', 'wait_sent', 'dead_letter', 'setting', 'configure', 'pause', 'resume',
-                'cancel', 'cleanup', 'requeue_dead', 'purge_dead', 'grant_emit', 'grant_relay', 'grant_consume', 'grant_monitor',
-                'grant_admin', 'revoke_emit', 'revoke_relay', 'revoke_consume', 'revoke_monitor', 'revoke_admin'])
+            ('admin', array['version', 'stats', 'message_status', 'wait_sent', 'dead_letter', 'archive', 'setting', 'configure', 'pause',
+                'resume', 'cancel', 'cleanup', 'requeue_dead', 'purge_dead', 'grant_emit', 'grant_relay', 'grant_consume',
+                'grant_monitor', 'grant_admin', 'revoke_emit', 'revoke_relay', 'revoke_consume', 'revoke_monitor', 'revoke_admin'])
     ) as m (part, names)
     cross join lateral unnest(m.names) as n (name);
 $function$;
@@ -300,7 +300,7 @@ end
 $function$;
 
 comment on function outbox.grant_admin(regrole) is
-    'Lets a role operate the outbox: settings, pause, dead letters with their payload, and the rights of others.';
+    'Lets a role operate the outbox: settings, pause, dead letters and what is kept with their payload, and the rights of others.';
 
 create or replace function outbox.revoke_admin(role regrole)
     returns void

@@ -1,6 +1,6 @@
 -- Removes outbox from the connected database, whichever way it was installed: psql -d DATABASE -f outbox-uninstall.sql
--- One transaction; run it as the owner. It refuses while messages wait or while other objects need the package;
--- psql -v force=1 -f outbox-uninstall.sql discards the former and drops the latter.
+-- One transaction; run it as the owner. It refuses while messages wait, are dead or are kept, or while other objects need the
+-- package; psql -v force=1 -f outbox-uninstall.sql discards the former and drops the latter.
 -- A bare "drop extension outbox" cannot refuse: it drops waiting messages without a word.
 \set ON_ERROR_STOP on
 \set QUIET on
@@ -21,6 +21,8 @@ declare
     v_force boolean := current_setting('outbox.uninstall_force')::boolean;
     v_extension boolean := exists (select from pg_extension as e where e.extname = 'outbox');
     v_waiting bigint;
+    v_dead bigint;
+    v_kept boolean;
     v_dependants text;
 begin
     if not v_extension and to_regprocedure('outbox.version()') is null then
@@ -36,6 +38,14 @@ begin
         raise exception 'not removed: messages waiting in outbox.message: %', v_waiting
             using errcode = 'OB092',
                   hint = 'Let a relay send them, or discard them: psql -v force=1 -f outbox-uninstall.sql';
+    end if;
+    -- The archive may be large: whether there is anything is enough.
+    select count(*) into v_dead from outbox.dead_letter;
+    v_kept := exists (select from outbox.archive);
+    if (v_dead > 0 or v_kept) and not v_force then
+        raise exception 'not removed: messages in outbox.dead_letter: %, in outbox.archive: %', v_dead, case when v_kept then 'some' else 'none' end
+            using errcode = 'OB092',
+                  hint = 'Copy what you need, then discard them: psql -v force=1 -f outbox-uninstall.sql';
     end if;
 
     -- What cascades beyond the package: views, columns, constraints of somebody else.
@@ -60,8 +70,10 @@ begin
         drop schema outbox cascade;
     end if;
     perform set_config('outbox.uninstall_report', format(
-        'outbox removed: the %s in database %I; waiting messages discarded: %s%s',
+        'outbox removed: the %s in database %I; waiting messages discarded: %s%s%s%s',
         case when v_extension then 'extension' else 'schema' end, current_database(), v_waiting,
+        case when v_dead > 0 then format('; dead letters discarded: %s', v_dead) end,
+        case when v_kept then '; the archive is gone' end,
         '; also dropped: ' || v_dependants
     ), true);
 end

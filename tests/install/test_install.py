@@ -251,6 +251,21 @@ def test_uninstall_refuses_while_messages_wait(installed: str) -> None:
     assert state(installed) == ""
 
 
+def test_uninstall_refuses_while_there_are_dead_letters(installed: str) -> None:
+    with psycopg.connect(installed, autocommit=True) as connection:
+        emit(installed)
+        claim = "00000000-0000-0000-0000-000000000001"
+        connection.execute(
+            "select outbox.mark_failed(%s, array(select c.id from outbox.claim_batch(%s) as c), '{no}', '{rejected}')",
+            [claim, claim],
+        )
+    done = psql(installed, "-f", UNINSTALL, check=False)
+    assert "not removed: messages in outbox.dead_letter: 1, in outbox.archive: none" in done.stderr
+    assert query(installed, "select count(*) from outbox.dead_letter") == "1"
+    done = psql(installed, "-v", "force=1", "-f", UNINSTALL)
+    assert done.stdout.endswith("; waiting messages discarded: 0; dead letters discarded: 1\n")
+
+
 def test_uninstall_sees_an_emit_that_is_under_way(installed: str) -> None:
     with psycopg.connect(installed) as emitter:
         emitter.execute("select outbox.emit('order.created', '{}')")
