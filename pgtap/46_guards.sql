@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(145);
+select plan(146);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -351,6 +351,10 @@ select is(pg_temp.claim(1, 2), 'b1 b2', 'a batch behind more than a batch of a h
 call pg_temp.hold();
 call pg_temp.emit('a1 b1 b2 b3');
 select is(pg_temp.claim(1, 2), 'b1', 'a batch comes from one look, though a part of that has to go behind');
+call pg_temp.hold();
+call pg_temp.emit('a1');
+select outbox.emit_bytes('c' || n, 'xxx', key => pg_temp.key_of(2)), setval('outbox.lane_turn', 64 + 0) from generate_series(1, 2) as n \g /dev/null
+select is(pg_temp.claim_bytes(3, 4), 'c1', 'a lane in which all goes behind uses up no room, and makes none');
 call pg_temp.hold();
 call pg_temp.emit('a1 bo b2o b3 b4');
 select is(pg_temp.claim_bytes(3, 150), 'bo', 'what finds no room is not overtaken in a later step');
