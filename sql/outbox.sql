@@ -10,7 +10,6 @@
 \ir tables/50_archive.sql
 \ir tables/60_setting.sql
 \ir tables/70_access.sql
-\ir tables/90_dump.sql
 
 -- code: re-created whole at every upgrade
 \ir functions/00_internal.sql
@@ -27,5 +26,6 @@
 \ir tables/95_doorbell.sql
 \ir tables/96_regrant.sql
 
--- last: deny everybody but those to whom grant_*() gave a right
+-- last, at every upgrade too: what a dump must have, and who may do what
+\ir dump.sql
 \ir grants.sql

@@ -1,12 +1,13 @@
 """Builds the extension scripts and the plain psql scripts from the same files.
 
     body(X)     every file of the manifest sql/outbox.sql, in its order
-    body(A--X)  sql/upgrade/A--X.sql, then all of the manifest that does not run only once
+    body(A--X)  upgrade_head, sql/upgrade/A--X.sql, all of the manifest that does not run only once, upgrade_tail
     extension   extension_head + body
     plain       plain_head + body + plain_tail, the same bytes in between
 
 Two edits are made to SQL text, and no third: a fresh install creates instead of replacing (so that
 nothing prepared by somebody else is adopted), and @VERSION@ becomes the version in outbox.control.
+An upgrade begins with a line that lists its locks; the head takes them before anything is changed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Taken by every upgrade, while it gives rights anew.
+ACCESS_LOCK = "outbox.access in share row exclusive"
+LOCK = r"outbox\.\w+ in (access exclusive|exclusive|share row exclusive|share|share update exclusive)"
 
 
 class BuildError(Exception):
@@ -69,11 +73,29 @@ class Tree:
                     f"sql/upgrade/{delta.name} does not lead to {self.version}: "
                     "the built script of a released step is kept in sql/released"
                 )
-            bodies[delta.stem] = self.flatten([f"upgrade/{delta.name}", *rerun])
+            body = self.flatten(
+                ["packaging/upgrade_head.sql", f"upgrade/{delta.name}", *rerun, "packaging/upgrade_tail.sql"]
+            )
+            taken = ", ".join(f"'{lock}'" for lock in [ACCESS_LOCK, *self.locks(delta)])
+            bodies[delta.stem] = body.replace("@FROM@", delta.stem.partition("--")[0]).replace("@LOCKS@", taken)
         for frozen in sorted((self.sql / "released").glob("*.sql")):
             if bodies.setdefault(frozen.stem, frozen.read_text()) != frozen.read_text():
                 raise BuildError(f"{frozen.stem} is released and sql/ differs from it: bump default_version")
         return bodies
+
+    @staticmethod
+    def locks(delta: Path) -> list[str]:
+        """What the first line of an upgrade says that it locks."""
+        first = delta.read_text().partition("\n")[0]
+        listed = first.removeprefix("-- locks: ").split(", ")
+        if not first.startswith("-- locks: ") or not (
+            listed == ["none"] or all(re.fullmatch(LOCK, lock) for lock in listed)
+        ):
+            raise BuildError(
+                f"sql/upgrade/{delta.name} must begin with a line '-- locks: none', "
+                "or '-- locks: outbox.message in access exclusive, ...': what it locks for longer than a moment"
+            )
+        return [] if listed == ["none"] else listed
 
     def scripts(self) -> dict[str, str]:
         """Maps the name of each built file to its text."""

@@ -1,5 +1,5 @@
 -- Upgrades a plain outbox @FROM@ to @VERSION@, in one transaction: psql -d DATABASE -f outbox-upgrade-@FROM@-@VERSION@.sql
--- Run it as the owner of schema outbox. Stops at the first error and then leaves everything as it was.
+-- Run it as the owner of schema outbox or as a superuser. Stops at the first error and then leaves everything as it was.
 \set ON_ERROR_STOP on
 \set QUIET on
 
@@ -9,7 +9,6 @@ set local search_path = pg_catalog, pg_temp;
 
 do $do$
 begin
-    perform pg_advisory_xact_lock(hashtextextended('outbox install', 0));
     if exists (select from pg_extension as e where e.extname = 'outbox') then
         raise exception 'outbox is installed as an extension in this database'
             using errcode = 'OB090',
@@ -19,11 +18,6 @@ begin
         raise exception 'outbox is not installed in this database'
             using errcode = 'OB090',
                   hint = 'Run outbox-install.sql instead.';
-    end if;
-    if outbox.version() <> '@FROM@' then
-        raise exception 'outbox in this database has version %, and this script upgrades @FROM@', outbox.version()
-            using errcode = 'OB090',
-                  hint = 'Run the upgrade scripts from that version on, one after the other.';
     end if;
 end
 $do$;

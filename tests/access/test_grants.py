@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
-import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -17,9 +12,9 @@ import psycopg
 import pytest
 from access.roles import PARTS, Roles, as_role, granted, refused, rights
 
-import build
 import databases
 from databases import ROOT, SERVER, assert_same, fingerprint, psql, query, restore
+from releases import Releases, edit, made_up
 
 if TYPE_CHECKING:
     from databases import Mode
@@ -132,59 +127,19 @@ def test_restored_keeps_grants(installed: str, roles: Roles) -> None:
         assert_same(fingerprint(installed), fingerprint(restored))
 
 
-@dataclass(frozen=True)
-class Releases:
-    """A release that is installed, and the next one with two more functions."""
-
-    tree: Path
-    old: str
-    new: str
-
-    def install(self, dsn: str, mode: Mode) -> None:
-        if mode == "extension":
-            query(dsn, f"create extension outbox version '{self.old}'")
-        else:
-            bodies = build.Tree(self.tree).bodies()
-            script = (self.tree / "build/outbox-install.sql").read_text()
-            psql(dsn, text=script.replace(bodies[self.new], bodies[self.old]))
-
-    def upgrade(self, dsn: str, mode: Mode) -> None:
-        if mode == "extension":
-            query(dsn, f"alter extension outbox update to '{self.new}'")
-        else:
-            psql(dsn, "-f", self.tree / f"build/outbox-upgrade-{self.old}-{self.new}.sql")
+def two_more_functions(tree: Path) -> str:
+    access = tree / "sql/functions/70_access.sql"
+    for part in ("emit", "relay"):
+        edit(access, f"('{part}', array['version',", f"('{part}', array['version', '{part}_more',")
+        function = f"\ncreate or replace function outbox.{part}_more() returns integer language sql as 'select 1';\n"
+        access.write_text(access.read_text() + function)
+    return "-- locks: none\n"
 
 
 @pytest.fixture
 def releases(tmp_path: Path) -> Iterator[Releases]:
-    shutil.copytree(ROOT / "sql", tmp_path / "sql", ignore=shutil.ignore_patterns("upgrade", "released"))
-    # Far from real versions and from those of a test beside this one: the extension's files lie in one folder.
-    series = f"9001.{secrets.randbelow(1_000_000)}"
-    old, new = f"{series}.0", f"{series}.1"
-
-    def set_version(version: str) -> None:
-        control = (ROOT / "outbox.control").read_text()
-        (tmp_path / "outbox.control").write_text(re.sub(r"(?<=default_version = ')[^']+", version, control))
-
-    set_version(old)
-    build.release(tmp_path)
-    set_version(new)
-    access = tmp_path / "sql/functions/70_access.sql"
-    text = access.read_text()
-    for part in ("emit", "relay"):
-        assert text.count(f"('{part}', array['version',") == 1
-        text = text.replace(f"('{part}', array['version',", f"('{part}', array['version', '{part}_more',")
-        text += f"\ncreate or replace function outbox.{part}_more() returns integer language sql as 'select 1';\n"
-    access.write_text(text)
-    (tmp_path / "sql/upgrade").mkdir()
-    (tmp_path / f"sql/upgrade/{old}--{new}.sql").write_text("-- nothing but functions\n")
-    build.build(tmp_path, tmp_path / "build")
-    copies = []
-    if folder := os.environ.get("OUTBOX_EXTENSION_DIR"):
-        copies = [shutil.copy(path, folder) for path in (tmp_path / "build").glob(f"outbox--{series}.*.sql")]
-    yield Releases(tmp_path, old, new)
-    for copy in copies:
-        Path(copy).unlink()
+    with made_up(tmp_path, lambda _: None, two_more_functions) as made:
+        yield made
 
 
 def test_upgrade_keeps_grants_and_nothing_else(empty: str, mode: Mode, releases: Releases, roles: Roles) -> None:

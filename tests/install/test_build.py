@@ -1,26 +1,25 @@
-"""What the build makes of the tree, and that an upgrade made of a delta and all functions equals a fresh install."""
+"""What the build makes of the tree, and what it refuses."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 
 import build
 import databases
-from databases import ROOT, SERVER, assert_same, fingerprint, psql, query
+import releases
+from databases import ROOT, assert_same, fingerprint, psql
+from releases import Releases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from databases import Mode
 
 PACKAGING = ROOT / "sql" / "packaging"
 
@@ -31,11 +30,6 @@ def tree(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "sql", tmp_path / "sql")
     shutil.copy(ROOT / "outbox.control", tmp_path)
     return tmp_path
-
-
-def set_version(tree: Path, version: str) -> None:
-    control = (ROOT / "outbox.control").read_text()
-    (tree / "outbox.control").write_text(re.sub(r"(?<=default_version = ')[^']+", version, control))
 
 
 def built(tree: Path) -> dict[str, str]:
@@ -101,7 +95,7 @@ def test_installs_where_pg_config_says(tree: Path, tmp_path: Path) -> None:
         env=os.environ | {"DESTDIR": str(tmp_path / "stage")},
     )
     found = {path.name for path in (tmp_path / "stage/usr/share/some/extension").iterdir()}
-    assert found == {"outbox.control", f"outbox--{build.Tree(tree).version}.sql"}
+    assert found == {"outbox.control", *(f"outbox--{name}.sql" for name in build.Tree(tree).bodies())}
 
 
 def test_a_released_version_is_frozen(tree: Path) -> None:
@@ -112,71 +106,47 @@ def test_a_released_version_is_frozen(tree: Path) -> None:
         built(tree)
 
 
-class Releases(NamedTuple):
-    tree: Path
-    old: str
-    new: str
-
-    @property
-    def upgrade(self) -> Path:
-        return self.tree / "build" / f"outbox-upgrade-{self.old}-{self.new}.sql"
+def test_an_upgrade_says_what_it_locks(tree: Path) -> None:
+    version = build.Tree(tree).version
+    delta = tree / f"sql/upgrade/0.0.1--{version}.sql"
+    delta.parent.mkdir(exist_ok=True)
+    for text in (
+        "",
+        "select 1;\n",
+        "-- locks:\n",
+        "-- locks: outbox.message\n",
+        "-- locks: none, outbox.message in share\n",
+    ):
+        delta.write_text(text)
+        with pytest.raises(build.BuildError, match="must begin with a line '-- locks: none'"):
+            built(tree)
+    delta.write_text("-- locks: outbox.message in access exclusive, outbox.setting in share\n")
+    script = built(tree)[f"outbox-upgrade-0.0.1-{version}.sql"]
+    assert "'outbox.message in access exclusive', 'outbox.setting in share']" in script
+    assert not re.findall("@[A-Z]+@", script)
 
 
 @pytest.fixture
-def releases(tree: Path) -> Iterator[Releases]:
-    """A tree with a release behind it: since then a table, a function and a body have changed."""
-    # Far from real versions and from those of a test beside this one: the extension's files lie in one folder.
-    series = f"9000.{secrets.randbelow(1_000_000)}"
-    old, new = f"{series}.0", f"{series}.1"
-    manifest = tree / "sql/outbox.sql"
-    added = "\\ir functions/99_extra.sql\n\\ir tables/99_extra.sql\n"
-    manifest.write_text(manifest.read_text().replace("\\ir grants.sql\n", added + "\\ir grants.sql\n"))
-    extra = "create or replace function outbox.extra() returns integer language sql as 'select {}';\n"
-    (tree / "sql/functions/99_extra.sql").write_text(extra.format(1))
-    (tree / "sql/tables/99_extra.sql").write_text("create table outbox.extra (a integer);\n")
-    set_version(tree, old)
-    build.release(tree)
-
-    set_version(tree, new)
-    (tree / "sql/functions/99_extra.sql").write_text(extra.format(2))
-    (tree / "sql/tables/99_extra.sql").write_text("create table outbox.extra (a integer, b integer);\n")
-    (tree / "sql/upgrade").mkdir(exist_ok=True)
-    (tree / f"sql/upgrade/{old}--{new}.sql").write_text("alter table outbox.extra add column b integer;\n")
-    built(tree)
-    copies = []
-    if folder := os.environ.get("OUTBOX_EXTENSION_DIR"):
-        copies = [shutil.copy(path, folder) for path in (tree / "build").glob(f"outbox--{series}.*.sql")]
-    yield Releases(tree, old, new)
-    for copy in copies:
-        Path(copy).unlink()
+def next_release(tmp_path: Path) -> Iterator[Releases]:
+    with releases.all_kinds(tmp_path) as made:
+        yield made
 
 
-def test_upgraded_equals_fresh(releases: Releases, mode: Mode) -> None:
-    tree, old, new = releases
-    with databases.database(SERVER) as upgraded, databases.database(SERVER) as fresh:
-        if mode == "extension":
-            query(upgraded, f"create extension outbox version '{old}'")
-            query(upgraded, f"alter extension outbox update to '{new}'")
-            query(fresh, f"create extension outbox version '{new}'")
-        else:
-            install, bodies = tree / "build/outbox-install.sql", build.Tree(tree).bodies()
-            psql(upgraded, text=install.read_text().replace(bodies[new], bodies[old]))
-            done = psql(upgraded, "-f", releases.upgrade)
-            assert done.stdout == f"outbox upgraded to {new}\n"
-            psql(fresh, "-f", install)
-        assert query(upgraded, "select outbox.version(), outbox.extra()") == f"{new}|2"
-        assert_same(fingerprint(fresh), fingerprint(upgraded))
+def test_says_one_line(next_release: Releases, empty: str) -> None:
+    next_release.install(empty, "plain")
+    done = psql(empty, "-f", next_release.scripts[0])
+    assert (done.stdout, done.stderr) == (f"outbox upgraded to {next_release.new}\n", "")
 
 
-def test_plain_upgrade_refuses(releases: Releases, installed: str, mode: Mode) -> None:
-    before = fingerprint(installed)
-    done = psql(installed, "-v", "VERBOSITY=verbose", "-f", releases.upgrade, check=False)
-    expected = "is installed as an extension" if mode == "extension" else f"and this script upgrades {releases.old}"
-    assert "OB090: outbox " in done.stderr
-    assert expected in done.stderr
-    assert_same(before, fingerprint(installed))
+def test_plain_upgrade_is_not_for_an_extension(next_release: Releases, empty: str) -> None:
+    next_release.install(empty, "extension")
+    before = fingerprint(empty)
+    done = psql(empty, "-v", "VERBOSITY=verbose", "-f", next_release.scripts[0], check=False)
+    assert "OB090: outbox is installed as an extension in this database" in done.stderr
+    assert "HINT:  Run: alter extension outbox update;" in done.stderr
+    assert_same(before, fingerprint(empty))
 
 
-def test_plain_upgrade_needs_something_to_upgrade(releases: Releases, empty: str) -> None:
-    done = psql(empty, "-f", releases.upgrade, check=False)
+def test_plain_upgrade_needs_something_to_upgrade(next_release: Releases, empty: str) -> None:
+    done = psql(empty, "-f", next_release.scripts[0], check=False)
     assert "outbox is not installed in this database" in done.stderr

@@ -137,4 +137,10 @@ class UninstallRefusedError(RefusedError):
     code = "OB092"
 
 
+class InUseError(RefusedError):
+    """Somebody holds a lock that an upgrade needs; later it may be free."""
+
+    code = "OB093"
+
+
 BY_CODE: dict[str, type[RefusedError]] = {kind.code: kind for kind in RefusedError.__subclasses__()}

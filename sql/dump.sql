@@ -6,7 +6,7 @@ declare
     v_derived constant text[] := '{lane,horizon,tally,tally_minute}';
     v_relation regclass;
 begin
-    -- The schema is a member only while create extension runs this script (or has run it).
+    -- The schema is a member only while an extension's script runs this (or has run it).
     if not exists (
         select
         from pg_depend as d
@@ -20,6 +20,10 @@ begin
     for v_relation in
         select c.oid
         from pg_class as c
+        join pg_depend as member
+            on member.classid = 'pg_class'::regclass
+            and member.objid = c.oid
+            and member.deptype = 'e'
         left join pg_depend as owned
             on owned.classid = 'pg_class'::regclass
             and owned.objid = c.oid
@@ -27,6 +31,7 @@ begin
             and owned.deptype in ('a', 'i')
         left join pg_class as owner
             on owner.oid = owned.refobjid
+        -- Days of the archive are no members: pg_dump takes them for anybody's tables, and has them whole.
         where c.relnamespace = 'outbox'::regnamespace
           and (
               c.relkind = 'r' and c.relname <> all (v_derived)
