@@ -70,7 +70,7 @@ def database(server: str, *, template: str | None = None, options: str = "") -> 
 
 def fingerprint(dsn: str, *, marks: bool = True) -> list[str]:
     """One line per catalog fact; without marks, without those that only an extension has."""
-    lines = psql(dsn, "-f", ROOT / "tests/install/fingerprint.sql").stdout.splitlines()
+    lines = psql(dsn, "-f", ROOT / "sql/packaging/fingerprint.sql").stdout.splitlines()
     return [line for line in lines if marks or not line.startswith("dump mark ")]
 
 

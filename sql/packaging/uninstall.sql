@@ -1,6 +1,6 @@
 -- Removes outbox from the connected database, whichever way it was installed: psql -d DATABASE -f outbox-uninstall.sql
 -- One transaction; run it as the owner. It refuses while messages wait, are dead or are kept, or while other objects need the
--- package; psql -v force=1 -f outbox-uninstall.sql discards the former and drops the latter.
+-- package; psql -v force=1 -f outbox-uninstall.sql discards the former and drops the latter. `outbox uninstall` runs this file, too.
 -- A bare "drop extension outbox" cannot refuse: it drops waiting messages without a word.
 \set ON_ERROR_STOP on
 \set QUIET on
@@ -13,7 +13,7 @@ begin isolation level read committed read write;
 set local client_min_messages = warning;
 set local search_path = pg_catalog, pg_temp;
 -- Emitters queue behind our lock request while we wait for theirs: do not wait for long.
-set local lock_timeout = '10s';
+set local lock_timeout = '2s';
 select set_config('outbox.uninstall_force', :'force', true) as unused \gset outbox_
 
 do $do$
@@ -37,7 +37,7 @@ begin
     if v_waiting > 0 and not v_force then
         raise exception 'not removed: messages waiting in outbox.message: %', v_waiting
             using errcode = 'OB092',
-                  hint = 'Let a relay send them, or discard them: psql -v force=1 -f outbox-uninstall.sql';
+                  hint = 'Let a relay send them, or discard them: psql -v force=1 -f outbox-uninstall.sql, outbox uninstall --force';
     end if;
     -- The archive may be large: whether there is anything is enough.
     select count(*) into v_dead from outbox.dead_letter;
@@ -45,7 +45,7 @@ begin
     if (v_dead > 0 or v_kept) and not v_force then
         raise exception 'not removed: messages in outbox.dead_letter: %, in outbox.archive: %', v_dead, case when v_kept then 'some' else 'none' end
             using errcode = 'OB092',
-                  hint = 'Copy what you need, then discard them: psql -v force=1 -f outbox-uninstall.sql';
+                  hint = 'Copy what you need, then discard them: psql -v force=1 -f outbox-uninstall.sql, outbox uninstall --force';
     end if;
 
     -- What cascades beyond the package: views, columns, constraints of somebody else.
@@ -61,7 +61,7 @@ begin
     if v_dependants is not null and not v_force then
         raise exception 'not removed: other objects need outbox: %', v_dependants
             using errcode = 'OB092',
-                  hint = 'Drop them first, or together: psql -v force=1 -f outbox-uninstall.sql';
+                  hint = 'Drop them first, or together: psql -v force=1 -f outbox-uninstall.sql, outbox uninstall --force';
     end if;
 
     if v_extension then

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 
 import databases
 from databases import assert_same, fingerprint, restore
+from outbox.verify import masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from databases import Mode
 
-HERE = Path(__file__).parent
-EXPECTED = HERE / "fingerprint.expected"
-QUERY = (HERE / "fingerprint.sql").read_text()
+PACKAGING = databases.ROOT / "sql/packaging"
+EXPECTED = PACKAGING / "fingerprint.expected"
+SETTINGS, _, QUERY = (PACKAGING / "fingerprint.sql").read_text().partition("\n\nwith ")
+PARTS = ("emit", "relay", "consume", "monitor", "admin")
 
 
 @contextlib.contextmanager
@@ -29,9 +31,35 @@ def database_in(mode: Mode) -> Iterator[str]:
         yield dsn
 
 
+def lines_of(connection: psycopg.Connection[Any]) -> set[str]:
+    connection.execute(SETTINGS.encode())
+    return {str(row[0]) for row in connection.execute(f"with {QUERY}".encode())}
+
+
+def patterns(dsn: str) -> list[str]:
+    """The lines that come with a right given by grant_*(), and with a day of the archive."""
+    found = []
+    with psycopg.connect(dsn) as connection:
+        before = lines_of(connection)
+        for part in PARTS:
+            connection.execute("create role outbox_test_grantee")  # roles belong to the server: never committed
+            connection.execute(f"select outbox.grant_{part}('outbox_test_grantee')".encode())
+            given = sorted(lines_of(connection) - before)
+            found += [f"when granted {part}: {line.replace('outbox_test_grantee', '@ROLE@')}" for line in given]
+            connection.rollback()
+        connection.execute("select outbox.configure('retention', 'forever')")
+        days = sorted(lines_of(connection) - before)
+        connection.rollback()
+    for line in days:
+        one_day = re.sub(r"archive_\d{8}", "archive_@DAY@", masked(line))
+        if (pattern := f"each day: {one_day}") not in found:
+            found.append(pattern)
+    return found
+
+
 def test_extension_as_expected(request: pytest.FixtureRequest) -> None:
     with database_in("extension") as dsn:
-        lines = fingerprint(dsn)
+        lines = [*fingerprint(dsn), *patterns(dsn)]
     if request.config.getoption("--accept"):
         EXPECTED.write_text("\n".join(lines) + "\n")
     assert_same(
@@ -280,15 +308,12 @@ def intact() -> Iterator[str]:
 def test_sees_each_kind_of_fact(intact: str, kind: str) -> None:
     begins, prepare, change = BREAKS[kind]
 
-    def lines() -> set[str]:
-        return {str(row[0]) for row in connection.execute(QUERY.split(";\n\n", 1)[1].encode())}
-
     with psycopg.connect(intact) as connection:
         connection.execute("set search_path = pg_catalog")
         if prepare:
             connection.execute(prepare.encode())
-        before = lines()
+        before = lines_of(connection)
         connection.execute(change.encode())
-        changed = before ^ lines()
+        changed = before ^ lines_of(connection)
         connection.rollback()
     assert any(line.startswith(begins) for line in changed), changed

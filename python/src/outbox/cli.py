@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from outbox import __version__, logs, operate, supervise
+from outbox import __version__, database_commands, logs, operate, supervise
 from outbox.errors import OutboxError, UnavailableError
 
 # Each adds its subcommands; a subcommand sets `run`, which takes the options and returns the exit status.
-PARTS = (supervise, operate)
+PARTS = (supervise, operate, database_commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,26 +25,40 @@ def install_sql(version: str | None = None, *, upgrade_from: str | None = None) 
 
     A migration names its version, so that it means the same when a newer package is installed.
     """
-    texts = _texts()
-    target = version or texts["version"]
-    steps = [target] if upgrade_from is None else _steps(texts, upgrade_from, target)
-    if any(step not in texts for step in steps) or not steps:
-        known = ", ".join(sorted(name for name in texts if name[0].isdigit()))
+    found = texts()
+    target = version or found["version"]
+    steps = [target] if upgrade_from is None else _steps(found, upgrade_from, target)
+    if any(step not in found for step in steps) or not steps:
+        known = ", ".join(sorted(name for name in found if name[0].isdigit()))
         raise ConfigurationError(f"this pg-outbox has no SQL that leads there; it has {known}")
     scripts = []
     for step in steps:
         source, _, reached = step.rpartition("--")
-        head = texts["plain_upgrade_head" if source else "plain_head"]
+        head = found["plain_upgrade_head" if source else "plain_head"]
         head = re.sub(r"^(\\|begin ).*\n", "", head, flags=re.MULTILINE)
-        scripts.append(head.replace("@FROM@", source).replace("@VERSION@", reached) + texts[step])
+        scripts.append(head.replace("@FROM@", source).replace("@VERSION@", reached) + found[step])
     return "\n".join([_KEEP, *scripts, _RESTORE])
 
 
-def _steps(texts: dict[str, str], source: str, target: str) -> list[str]:
+def uninstall_sql() -> str:
+    """SQL that removes the package, either way; the setting outbox.uninstall_force tells it whether to refuse."""
+    return re.sub(r"^(\s*\\.*|begin .*|commit;|.*\\gset.*)\n", "", texts()["uninstall"], flags=re.MULTILINE)
+
+
+def upgrade_steps(source: str) -> dict[str, str]:
+    """The upgrades that lead from one version to this one, in order, each with what it locks."""
+    found = texts()
+    return {
+        step: ", ".join(re.findall(r"^-- locks: (.*)$", found[step], re.MULTILINE))
+        for step in _steps(found, source, found["version"])
+    }
+
+
+def _steps(found: dict[str, str], source: str, target: str) -> list[str]:
     """The upgrades from one version to another, in order; none if they do not lead there."""
     steps = []
     while source != target:
-        step = next((name for name in texts if name.startswith(f"{source}--")), None)
+        step = next((name for name in found if name.startswith(f"{source}--")), None)
         if step is None:
             return []
         steps.append(step)
@@ -53,7 +67,7 @@ def _steps(texts: dict[str, str], source: str, target: str) -> list[str]:
 
 
 @cache
-def _texts() -> dict[str, str]:
+def texts() -> dict[str, str]:
     """From the wheel; or, installed in place, from the clone that a wheel is built from."""
     packaged = Path(__file__).with_name("sql")
     if packaged.is_dir():
@@ -62,12 +76,18 @@ def _texts() -> dict[str, str]:
 
 
 def from_clone(root: Path) -> dict[str, str]:
-    """The version, the bodies by their names (X and A--X) and the heads: what a wheel carries."""
+    """The version, the bodies by their names (X and A--X) and what else of sql/packaging a wheel carries."""
     spec = importlib.util.spec_from_file_location("outbox_build", root / "sql" / "packaging" / "build.py")
     assert spec is not None
     assert spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     tree = build.Tree(root)
-    heads = {name: tree.read(f"packaging/{name}.sql") for name in ("plain_head", "plain_upgrade_head")}
-    return {"version": tree.version, **tree.bodies(), **heads}
+    names = ("plain_head", "plain_upgrade_head", "uninstall", "fingerprint")
+    carried = {name: tree.read(f"packaging/{name}.sql") for name in names}
+    return {
+        "version": tree.version,
+        **tree.bodies(),
+        **carried,
+        "expected": tree.read("packaging/fingerprint.expected"),
+    }

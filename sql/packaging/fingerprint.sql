@@ -1,9 +1,13 @@
 -- One sorted line per catalog fact of schema outbox: two installations are alike when their lines are.
 -- Left out: attribute numbers (dropped columns differ), not-null constraints (in pg_constraint since PostgreSQL 18;
 -- the column says it) and the privilege MAINTAIN (since PostgreSQL 17). Owners and grantees that own the schema read "owner".
+-- Reads nothing but the catalog, which everybody may. Shipped in the wheel, with the lines of a fresh install: `outbox verify`.
 -- Membership in the extension is the one permitted difference: it shows in lines that begin with "dump mark".
 
 set search_path = pg_catalog;
+set quote_all_identifiers = off;
+set datestyle = 'ISO';
+set intervalstyle = 'postgres';
 
 with this as (
     select n.oid, n.nspowner as owner, n.nspacl
