@@ -234,6 +234,32 @@ def test_upgraded_is_what_was_shipped(newer: Command, next_release: Releases, mo
     assert "is what was shipped" in newer("verify")
 
 
+def test_the_page_about_it(newer: Command, next_release: Releases, mode: Mode) -> None:
+    """What docs/upgrading.md shows, on the made-up release; the command, the script or the statement of that mode."""
+    page = (ROOT / "docs/upgrading.md").read_text()
+    for old, new in (("0.1.0", next_release.old), ("0.2.0", next_release.new)):
+        page = page.replace(old, new)
+    command, script, statement = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    created = re.findall(r"^create extension .*$", page, re.MULTILINE)
+    with databases.database(SERVER) as fresh:
+        query(fresh, created[0].replace(next_release.old, next_release.new))
+        (next_release.tree / "sql/packaging/fingerprint.expected").write_text("\n".join(fingerprint(fresh)))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for block in (command, statement if mode == "extension" else script):
+        with databases.database(SERVER) as dsn:
+            if mode == "extension":
+                query(dsn, created[0])
+            else:
+                next_release.install(dsn, mode)
+            subprocess.run(
+                ["sh", "-ec", block],
+                cwd=next_release.tree,
+                env=replace(newer, dsn=dsn).environment() | {"PATH": path},
+                check=True,
+            )
+            assert query(dsn, "select outbox.version()") == next_release.new
+
+
 def test_every_release_is_upgraded_to_what_is_shipped(mode: Mode) -> None:
     for releases in made.real():
         with databases.database(SERVER) as dsn:

@@ -313,6 +313,18 @@ def test_locks_are_those_listed(empty: str, mode: Mode, releases: Releases) -> N
         db.rollback()
 
 
+def test_locks_are_written_down() -> None:
+    """Those of every upgrade in the documentation, those of each step in the change log."""
+    every = {f"{table} in {mode}" for table, mode in EVERY.items()}
+    page, log = ((ROOT / name).read_text() for name in ("docs/upgrading.md", "CHANGELOG.md"))
+    assert every == set(re.findall(r"`(outbox\.\w+ in [a-z ]+)`", page))
+    for name, body in build.Tree(ROOT).bodies().items():
+        if "--" in name:
+            section = log.partition(f"\n## {name.partition('--')[2]} ")[2].partition("\n## ")[0]
+            listed = re.findall(r"^-- locks: (.*)$", body, re.MULTILINE)[0]
+            assert f"Locks: {listed}." in section
+
+
 def upgrade_without_commit(db: psycopg.Connection[Any], mode: Mode, releases: Releases) -> None:
     if mode == "extension":
         db.execute(f"alter extension outbox update to '{releases.new}'".encode())
