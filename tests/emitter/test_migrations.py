@@ -172,7 +172,8 @@ asyncio.run(main())
 
 def versions(example: str) -> str:
     """The examples name the first two versions; here they are this one and the next."""
-    return example.replace('"0.1.0"', f'"{VERSION}"').replace('"0.2.0"', f'"{NEXT}"')
+    here = {'"0.1.0"': f'"{VERSION}"', '"0.2.0"': f'"{NEXT}"'}
+    return re.sub("|".join(here), lambda found: here[found[0]], example)
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg async", "asyncpg"])
