@@ -47,7 +47,7 @@ create function pg_temp.left_dedup() returns text language sql as $$
 $$;
 
 select is(:'cleanup'::text, 'OB010 isolation level must be read committed', 'cleanup() in repeatable read');
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing is past');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing is past');
 select is((select floor_repairs from outbox.horizon), 0::bigint, 'no floor was ever wrong');
 
 -- Dead letters and deduplication keys.
@@ -57,13 +57,13 @@ select outbox.emit('a', '1', dedup_key => 'old') as a, outbox.emit('a', '1', ded
 update outbox.dedup set created_at = clock_timestamp() - case dedup_key when 'old' then interval '61 min' else interval '59 min' end;
 select outbox.emit('waits', '1', delay => '1 h') as delayed, outbox.emit('waits', '1', expires_in => '1 h') as ready \gset
 update outbox.message set created_at = created_at - interval '10 years', expires_at = expires_at - interval '10 years';
-select is(outbox.cleanup(), row(1, 1, 0, 0, false)::outbox.cleanup_result, 'one of each is past');
+select is(outbox.cleanup(), row(1, 1, 0, 0, 0, false)::outbox.cleanup_result, 'one of each is past');
 select is(pg_temp.left_dead(), 'young', 'a dead letter within dead_retention stays');
 select is(pg_temp.left_dedup(), 'young', 'a dedup_key within dedup_window stays');
 select is((select count(*) from outbox.message), 4::bigint, 'what waits stays, however old');
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'and that is all');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'and that is all');
 select outbox.configure('dead_retention', '1 h') as dead_retention, outbox.configure('dedup_window', '30 min') as dedup_window \gset
-select is(outbox.cleanup(), row(1, 1, 0, 0, false)::outbox.cleanup_result, 'the settings count');
+select is(outbox.cleanup(), row(1, 1, 0, 0, 0, false)::outbox.cleanup_result, 'the settings count');
 delete from outbox.setting;
 delete from outbox.message;
 
@@ -77,14 +77,14 @@ select outbox.mark_sent(pg_temp.token(1), array[:follower]) as sent, outbox.conf
 
 -- Bounded steps.
 insert into outbox.dedup (dedup_key, id, created_at) select 'd' || n, n, clock_timestamp() - interval '1 day' from generate_series(1, 10001) as n;
-select is(outbox.cleanup(), row(0, 10000, 0, 0, true)::outbox.cleanup_result, 'at most 10,000 dedup keys at a time, and more to come');
-select is(outbox.cleanup(), row(0, 1, 0, 0, false)::outbox.cleanup_result, 'the last of them');
+select is(outbox.cleanup(), row(0, 10000, 0, 0, 0, true)::outbox.cleanup_result, 'at most 10,000 dedup keys at a time, and more to come');
+select is(outbox.cleanup(), row(0, 1, 0, 0, 0, false)::outbox.cleanup_result, 'the last of them');
 insert into outbox.dead_letter (id, dead_at, reason, lane, message_id, routing_key, content_type, created_at, attempts, emitted_by, parked, body)
 select -n, clock_timestamp() - interval '31 days', 'rejected', 0, gen_random_uuid(), 'd', 't', clock_timestamp(), 1, 'x', false, '' from generate_series(1, 10001) as n;
-select is(outbox.cleanup(), row(10000, 0, 0, 0, true)::outbox.cleanup_result, 'at most 10,000 dead letters at a time, and more to come');
-select is(outbox.cleanup(), row(1, 0, 0, 0, false)::outbox.cleanup_result, 'the last of them');
+select is(outbox.cleanup(), row(10000, 0, 0, 0, 0, true)::outbox.cleanup_result, 'at most 10,000 dead letters at a time, and more to come');
+select is(outbox.cleanup(), row(1, 0, 0, 0, 0, false)::outbox.cleanup_result, 'the last of them');
 insert into outbox.dedup (dedup_key, id, created_at) select 'd' || n, n, clock_timestamp() - interval '1 day' from generate_series(1, 10000) as n;
-select is(outbox.cleanup(), row(0, 10000, 0, 0, false)::outbox.cleanup_result, 'exactly 10,000: no more');
+select is(outbox.cleanup(), row(0, 10000, 0, 0, 0, false)::outbox.cleanup_result, 'exactly 10,000: no more');
 
 -- The sweep refills what is derived.
 delete from outbox.lane where lane in (0, 63);

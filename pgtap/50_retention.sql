@@ -65,7 +65,7 @@ select is((select a.tableoid::regclass::text from outbox.archive as a), 'outbox.
 select is((select array_agg(distinct a.sent_at) = array[max(t.settled_at)] from outbox.archive as a, outbox.tally as t), true, 'at the time the call was noted');
 call pg_temp.day(-1000);
 call pg_temp.kept(pg_temp.today(-2000));
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing is ever past');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing is ever past');
 select is((select count(*) from outbox.archive), 3::bigint, 'and all stay');
 
 -- A message that is not sent is not kept.
@@ -86,13 +86,13 @@ call pg_temp.day(-3);
 call pg_temp.day(-2);
 call pg_temp.day(-1);
 call pg_temp.kept(pg_temp.today(-5));
-select is(outbox.cleanup(), row(0, 0, 3, 2, false)::outbox.cleanup_result, 'days that ended before the interval, and rows older than it');
+select is(outbox.cleanup(), row(0, 0, 3, 2, 0, false)::outbox.cleanup_result, 'days that ended before the interval, and rows older than it');
 select is(
     pg_temp.days(), (select string_agg(pg_temp.name_of(n), ' ' order by n) from generate_series(-2, 3) as n), 'a day that ended within the interval stays'
 );
 select is((select count(*) from outbox.archive_default), 0::bigint, 'and nothing that is past is left outside them');
 select is((select count(*) from outbox.archive), 3::bigint, 'what is not past stays');
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'and that is all');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'and that is all');
 select outbox.configure('retention', '0') as configured \gset
 select is((outbox.cleanup()).archive_days, 2, 'an interval of 0 keeps the day');
 
@@ -116,14 +116,14 @@ select is(pg_temp.days(), concat_ws(' ', pg_temp.name_of(1), pg_temp.name_of(2),
 
 -- Bounded steps.
 call pg_temp.kept(pg_temp.today(-10), 10001);
-select is(outbox.cleanup(), row(0, 0, 0, 10000, true)::outbox.cleanup_result, 'at most 10,000 rows at a time, and more to come');
-select is(outbox.cleanup(), row(0, 0, 0, 1, false)::outbox.cleanup_result, 'the last of them');
+select is(outbox.cleanup(), row(0, 0, 0, 10000, 0, true)::outbox.cleanup_result, 'at most 10,000 rows at a time, and more to come');
+select is(outbox.cleanup(), row(0, 0, 0, 1, 0, false)::outbox.cleanup_result, 'the last of them');
 do $do$ begin for n in 10..20 loop call pg_temp.day(-n, 0); end loop; end $do$;
-select is(outbox.cleanup(), row(0, 0, 10, 0, true)::outbox.cleanup_result, 'at most ten days at a time, and more to come');
+select is(outbox.cleanup(), row(0, 0, 10, 0, 0, true)::outbox.cleanup_result, 'at most ten days at a time, and more to come');
 select is((select count(*) from outbox._days() as d where d.name = 'archive_' || pg_temp.name_of(-10)), 1::bigint, 'the oldest first');
-select is(outbox.cleanup(), row(0, 0, 1, 0, false)::outbox.cleanup_result, 'the last of them');
+select is(outbox.cleanup(), row(0, 0, 1, 0, 0, false)::outbox.cleanup_result, 'the last of them');
 do $do$ begin for n in 11..20 loop call pg_temp.day(-n, 0); end loop; end $do$;
-select is(outbox.cleanup(), row(0, 0, 10, 0, false)::outbox.cleanup_result, 'exactly ten: no more');
+select is(outbox.cleanup(), row(0, 0, 10, 0, 0, false)::outbox.cleanup_result, 'exactly ten: no more');
 
 -- A day that was detached is somebody's own.
 call pg_temp.day(-30);
@@ -133,7 +133,7 @@ begin
     execute format('alter table outbox.archive detach partition outbox.%I', 'archive_' || pg_temp.name_of(1));
 end
 $do$;
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'a day that was detached is neither dropped nor made');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'a day that was detached is neither dropped nor made');
 do $do$
 begin
     execute format('drop table outbox.%I, outbox.%I', 'archive_' || pg_temp.name_of(-30), 'archive_' || pg_temp.name_of(1));

@@ -44,7 +44,7 @@ values
     ('arm_wakeup', '{relay}', 'select outbox.arm_wakeup() is not null', 'true'),
     ('disarm_wakeup', '{relay}', 'select outbox.disarm_wakeup()', ''),
     ('next_due', '{relay}', 'select outbox.next_due() is not null', 'true'),
-    ('cleanup', '{relay,admin}', 'select (outbox.cleanup()).more', 'false'),
+    ('cleanup', '{relay,consume,admin}', 'select (outbox.cleanup()).more', 'false'),
     ('dead_among', '{relay}', 'select count(*) from outbox.dead_among(''{}'')', '0'),
     ('stats', '{relay,monitor,admin}', 'select (outbox.stats()).waiting', '1'),
     ('wait_sent', '{monitor,admin}', 'select outbox.wait_sent(-1, ''0'')', 'false'),

@@ -78,7 +78,7 @@ select is(outbox.mark_sent(pg_temp.token(4), array[pg_temp.id_of('order.placed')
 
 -- What remains.
 select is(pg_temp.claim(5), '', 'nothing more is ready');
-select is(outbox.cleanup(), row(0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing to clean up');
+select is(outbox.cleanup(), row(0, 0, 0, 0, 0, false)::outbox.cleanup_result, 'nothing to clean up');
 select is((select array_agg(id) from outbox.message), array[:reminder::bigint], 'only the reminder waits');
 select is(outbox.next_due(), (select due_at from outbox.message), 'for its day');
 select is(

@@ -10,6 +10,7 @@
 \ir tables/50_archive.sql
 \ir tables/60_setting.sql
 \ir tables/70_access.sql
+\ir tables/80_inbox.sql
 
 -- code: re-created whole at every upgrade
 \ir functions/00_internal.sql
@@ -20,6 +21,7 @@
 \ir functions/50_cleanup.sql
 \ir functions/60_watch.sql
 \ir functions/70_access.sql
+\ir functions/80_inbox.sql
 \ir functions/90_version.sql
 
 -- state that needs the code above

@@ -13,6 +13,7 @@ declare
     v_dead_before  timestamptz;
     v_dedup_before timestamptz;
     v_sent_before  timestamptz;
+    v_inbox_before timestamptz;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform outbox._refuse_isolation();
@@ -22,6 +23,7 @@ begin
     v_dead_before := clock_timestamp() - outbox._value_of('dead_retention')::interval;
     v_dedup_before := clock_timestamp() - outbox._value_of('dedup_window')::interval;
     v_sent_before := outbox._kept_since();
+    v_inbox_before := clock_timestamp() - outbox._value_of('inbox_retention')::interval;
     v_result.dead_letters := outbox._purge_dead(v_dead_before, 10000);
     with gone as (
         delete from outbox.dedup as d
@@ -52,10 +54,25 @@ begin
     select count(*)
     into v_result.archive_rows
     from gone;
+    with gone as (
+        delete from outbox.inbox as i
+        where (i.consumer, i.message_id) in (
+            select x.consumer, x.message_id
+            from outbox.inbox as x
+            where x.accepted_at <= v_inbox_before
+            order by x.accepted_at
+            limit 10000
+        )
+        returning i.message_id
+    )
+    select count(*)
+    into v_result.inbox_rows
+    from gone;
     perform outbox._fold_tally();
     v_result.more := exists (select from outbox.dead_letter as d where d.dead_at <= v_dead_before)
                      or exists (select from outbox.dedup as d where d.created_at <= v_dedup_before)
-                     or exists (select from outbox.archive_default as a where a.sent_at < v_sent_before);
+                     or exists (select from outbox.archive_default as a where a.sent_at < v_sent_before)
+                     or exists (select from outbox.inbox as i where i.accepted_at <= v_inbox_before);
     -- Last, because dropping a day keeps mark_sent() out of the archive until this transaction ends.
     perform outbox._make_days();
     v_result.archive_days := outbox._drop_days(v_sent_before, 10);

@@ -13,7 +13,7 @@ as $function$
             ('emit', array['version', 'emit', 'emit_bytes', 'emit_many', 'emit_event', 'set_context', 'cancel']),
             ('relay', array['version', 'hello', 'relay_settings', 'claim_batch', 'mark_sent', 'mark_failed', 'release_batch',
                 'extend_lease', 'arm_wakeup', 'disarm_wakeup', 'next_due', 'cleanup', 'dead_among', 'stats']),
-            ('consume', array['version', 'accept']),
+            ('consume', array['version', 'accept', 'cleanup']),
             ('monitor', array['version', 'stats', 'message_status', 'wait_sent']),
             ('admin', array['version', 'stats', 'message_status', 'wait_sent', 'dead_letter', 'archive', 'setting', 'configure', 'pause',
                 'resume', 'cancel', 'cleanup', 'requeue_dead', 'purge_dead', 'grant_emit', 'grant_relay', 'grant_consume',
@@ -240,7 +240,7 @@ end
 $function$;
 
 comment on function outbox.grant_consume(regrole) is
-    'Lets a role accept messages in its own transactions, each once.';
+    'Lets a role accept messages in its own transactions, each once, and clean up; it reads no table.';
 
 create or replace function outbox.revoke_consume(role regrole)
     returns void

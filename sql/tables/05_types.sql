@@ -55,6 +55,7 @@ create type outbox.cleanup_result as (
     dedup_keys   integer,
     archive_days integer,
     archive_rows integer,
+    inbox_rows   integer,
     more         boolean
 );
 
@@ -64,6 +65,7 @@ comment on column outbox.cleanup_result.dead_letters is 'dead letters past dead_
 comment on column outbox.cleanup_result.dedup_keys   is 'deduplication keys past dedup_window';
 comment on column outbox.cleanup_result.archive_days is 'days of the archive past retention, each dropped whole';
 comment on column outbox.cleanup_result.archive_rows is 'messages past retention that the archive held outside its days';
+comment on column outbox.cleanup_result.inbox_rows   is 'accepted messages past inbox_retention';
 comment on column outbox.cleanup_result.more         is 'whether another call would remove more';
 
 create type outbox.stats_result as (
