@@ -4,7 +4,7 @@ select no_plan();
 
 -- Tables, and what keeps them from growing without an owner: a primary key each.
 select has_table('outbox', name, name)
-from unnest(array['archive', 'dead_letter', 'dedup', 'horizon', 'lane', 'message', 'setting']) as name;
+from unnest(array['archive', 'dead_letter', 'dedup', 'horizon', 'inbox', 'lane', 'message', 'setting']) as name;
 
 select has_pk('outbox', c.relname, c.relname || ' has a primary key')
 from pg_class as c
@@ -36,7 +36,7 @@ from (values
     ('mark_sent', 'token uuid, ids bigint[] -> integer'),
     (
         'mark_failed',
-        'token uuid, ids bigint[], errors text[], reasons text[], retry_in interval[], counts boolean -> integer'
+        'token uuid, ids bigint[], errors text[], reasons text[], retry_in interval[], counts boolean, dead boolean -> integer'
     ),
     ('release_batch', 'token uuid -> integer'),
     ('version', ' -> text')

@@ -20,7 +20,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(141);
+select plan(147);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims, after looking for due messages; the routing keys in order.
@@ -72,10 +72,11 @@ select is(answer, 'OB010 isolation level must be read committed', rule || ' in r
 from (values (:'mark_failed', 'mark_failed()'), (:'requeue_dead', 'requeue_dead()'), (:'purge_dead', 'purge_dead()')) as v (answer, rule);
 select throws_ok(format('select outbox.%s', call), code, message, call)
 from (values
-    ('mark_failed(null, ''{}'', ''{}'')', 'OB001', 'token, ids, errors and counts must not be null'),
-    ('mark_failed(gen_random_uuid(), null, ''{}'')', 'OB001', 'token, ids, errors and counts must not be null'),
-    ('mark_failed(gen_random_uuid(), ''{}'', null)', 'OB001', 'token, ids, errors and counts must not be null'),
-    ('mark_failed(gen_random_uuid(), ''{}'', ''{}'', counts => null)', 'OB001', 'token, ids, errors and counts must not be null'),
+    ('mark_failed(null, ''{}'', ''{}'')', 'OB001', 'token, ids, errors, counts and dead must not be null'),
+    ('mark_failed(gen_random_uuid(), null, ''{}'')', 'OB001', 'token, ids, errors, counts and dead must not be null'),
+    ('mark_failed(gen_random_uuid(), ''{}'', null)', 'OB001', 'token, ids, errors, counts and dead must not be null'),
+    ('mark_failed(gen_random_uuid(), ''{}'', ''{}'', counts => null)', 'OB001', 'token, ids, errors, counts and dead must not be null'),
+    ('mark_failed(gen_random_uuid(), ''{}'', ''{}'', dead => null)', 'OB001', 'token, ids, errors, counts and dead must not be null'),
     ('mark_failed(gen_random_uuid(), ''{1,2}'', ''{x}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x,x}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
     ('mark_failed(gen_random_uuid(), ''{1}'', ''{x}'', ''{}'')', 'OB013', 'ids, errors, reasons and retry_in must have the same length'),
@@ -149,7 +150,7 @@ select ok(
 select is(pg_temp.claim(), 'a1', 'none at all: due at once');
 
 -- Death.
-create function pg_temp.fail_with(reason text, attempts integer) returns text language plpgsql as $function$
+create function pg_temp.fail_with(reason text, attempts integer, retry_in interval = null, dead boolean = null) returns text language plpgsql as $function$
 declare
     v_id bigint;
 begin
@@ -157,7 +158,11 @@ begin
     v_id := outbox.emit('x', '1');
     update outbox.message as m set attempts = fail_with.attempts where m.id = v_id;
     perform pg_temp.claim();
-    perform outbox.mark_failed(pg_temp.token(1), array[v_id], array['no'], case when reason is not null then array[reason] end);
+    if dead is null then
+        perform outbox.mark_failed(pg_temp.token(1), array[v_id], array['no'], case when reason is not null then array[reason] end, array[retry_in]);
+    else
+        perform outbox.mark_failed(pg_temp.token(1), array[v_id], array['no'], case when reason is not null then array[reason] end, array[retry_in], dead => dead);
+    end if;
     return coalesce(
         (select 'retried ' || m.attempts from outbox.message as m where m.id = v_id),
         (select format('%s %s %s', d.reason, d.attempts, d.error) from outbox.dead_letter as d where d.id = v_id)
@@ -173,6 +178,10 @@ from (values
 select outbox.configure('max_attempts', '1') as configured \gset
 select is(pg_temp.fail_with(null, 0), 'max_attempts 1 no', 'max_attempts 1: dead at the first');
 select outbox.configure('max_attempts', null) as configured \gset
+select is(pg_temp.fail_with(reason, 3, dead => true), outcome, format('dead => true: %s', coalesce(reason, 'no reason')))
+from (values (null, 'max_attempts 4 no'), ('unroutable', 'unroutable 4 no'), ('max_attempts', 'max_attempts 4 no')) as v (reason, outcome);
+select is(pg_temp.fail_with(null, 3, retry_in => '1 h', dead => true), 'max_attempts 4 no', 'dead => true: whatever retry_in says');
+select is(pg_temp.fail_with(null, 3, retry_in => '1 h'), 'retried 4', 'dead => false is the default');
 
 call pg_temp.start_over();
 select outbox.emit_bytes(

@@ -8,7 +8,7 @@
 --   OB005  eta, delay or expires_in is wrong       OB020  unknown setting, or a value it cannot take
 --   OB006  messages is not what emit_many() takes  OB090  installed already, or not as expected
 --   OB010  not read committed                      OB091  the server or database is not suitable
---                                                  OB092  uninstall refused
+--   OB015  the other kind delivers                 OB092  uninstall refused
 --                                                  OB093  upgrade refused: a table is in use
 
 create or replace function outbox._refuse(code text, message text, hint text)

@@ -23,6 +23,15 @@ begin
         perform outbox._refuse('OB002', 'name must have 1 to 255 bytes', 'Shorten it.');
     end if;
 
+    -- One hello at a time: two of different kinds would not see each other.
+    lock table outbox.relay in share update exclusive mode;
+    delete from outbox.relay as r
+    where pg_try_advisory_xact_lock_shared(r.relay);
+    if exists (select from outbox.relay as r where starts_with(r.name, 'worker: ') <> starts_with(hello.name, 'worker: ')) then
+        perform outbox._refuse('OB015', 'messages of this database are delivered by the other kind, relays or workers',
+            'A message goes to the broker or straight to listeners, not to both. Stop those that run, or start the kind that does.');
+    end if;
+
     -- Random for each session: a name used twice, or a session that comes back, cannot pass for another.
     v_relay := ('x' || replace(left(gen_random_uuid()::text, 18), '-', ''))::bit(64)::bigint;
     perform pg_advisory_lock(v_relay);
@@ -31,8 +40,6 @@ begin
     end if;
     perform set_config('outbox.relay', v_relay::text, false);
 
-    delete from outbox.relay as r
-    where pg_try_advisory_xact_lock_shared(r.relay);
     insert into outbox.relay (relay, name)
     values (v_relay, hello.name);
 
@@ -42,7 +49,7 @@ end
 $function$;
 
 comment on function outbox.hello(text) is
-    'Registers a relay: takes the life lock of this session and returns its key for claim_batch().';
+    'Registers a relay: takes the life lock of this session and returns its key for claim_batch(). A name that begins with "worker: " is that of a worker, which hands messages to listeners itself; while one kind runs, the other is refused.';
 
 create or replace function outbox._holds(key bigint)
     returns boolean

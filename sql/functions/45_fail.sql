@@ -107,7 +107,8 @@ create or replace function outbox.mark_failed(
     errors   text[],
     reasons  text[]     = null,
     retry_in interval[] = null,
-    counts   boolean    = true
+    counts   boolean    = true,
+    dead     boolean    = false
 )
     returns integer
     language plpgsql
@@ -129,8 +130,10 @@ begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform outbox._refuse_isolation();
     end if;
-    if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null or mark_failed.counts is null then
-        perform outbox._refuse('OB001', 'token, ids, errors and counts must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
+    if mark_failed.token is null or mark_failed.ids is null or mark_failed.errors is null
+       or mark_failed.counts is null or mark_failed.dead is null
+    then
+        perform outbox._refuse('OB001', 'token, ids, errors, counts and dead must not be null', 'Pass the token of the claim, the ids that failed and an error for each.');
     end if;
     if cardinality(mark_failed.errors) <> cardinality(mark_failed.ids)
        or cardinality(mark_failed.reasons) <> cardinality(mark_failed.ids)
@@ -163,7 +166,7 @@ begin
         join outbox.message as m
             on m.id = f.id
         where f.id = any (v_ids)
-          and (f.reason in ('rejected', 'expired') or mark_failed.counts and m.attempts + 1 >= v_most)
+          and (f.reason in ('rejected', 'expired') or mark_failed.dead or mark_failed.counts and m.attempts + 1 >= v_most)
     ) as d;
     if v_dead is not null then
         perform outbox._bury(v_dead, v_reasons, v_errors, mark_failed.counts::integer);
@@ -239,8 +242,8 @@ begin
 end
 $function$;
 
-comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[], boolean) is
-    'Settles messages the broker refused: each is retried after a back-off, or dead. counts => false: no attempt is counted, for what is not the message''s fault. Returns how many; fewer than given as for mark_sent().';
+comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[], boolean, boolean) is
+    'Settles messages the broker refused: each is retried after a back-off, or dead. counts => false: no attempt is counted, for what is not the message''s fault. dead => true: none is retried. Returns how many; fewer than given as for mark_sent().';
 
 create or replace function outbox.dead_among(ids bigint[])
     returns table (id bigint, reason text)

@@ -113,6 +113,12 @@ class UnknownReasonError(RefusedError):
     code = "OB014"
 
 
+class OtherKindError(RefusedError, ConfigurationError):
+    """Relays and workers do not deliver the messages of one database together."""
+
+    code = "OB015"
+
+
 class SettingError(RefusedError):
     """There is no such setting, or it does not take this value."""
 
