@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outbox.emit import Emitter, emit, emit_many
@@ -20,7 +21,9 @@ from outbox.message import OutboxMessage
 from outbox.tracking import get_tracking_ids, tracking
 
 if TYPE_CHECKING:
+    from outbox.listener import Listener, Reject, listen
     from outbox.relay import MessageRelay
+    from outbox.worker import Worker
 
     __version__: str
 
@@ -30,27 +33,38 @@ __all__ = [
     "DatabaseUnavailableError",
     "Emitter",
     "ExchangeMissingError",
+    "Listener",
     "MessageRelay",
     "NotInstalledError",
     "OutboxError",
     "OutboxMessage",
     "RefusedError",
+    "Reject",
     "UnavailableError",
+    "Worker",
     "__version__",
     "emit",
     "emit_many",
     "get_tracking_ids",
     "install_sql",
+    "listen",
     "tracking",
 ]
 
 
+_LATE = {
+    "Listener": "outbox.listener",
+    "MessageRelay": "outbox.relay",
+    "Reject": "outbox.listener",
+    "Worker": "outbox.worker",
+    "listen": "outbox.listener",
+}
+
+
 def __getattr__(name: str) -> Any:
     """What loads a driver, or takes long to load, is loaded when it is asked for: an emitter needs none of it."""
-    if name == "MessageRelay":
-        from outbox.relay import MessageRelay  # noqa: PLC0415
-
-        return MessageRelay
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     if name == "__version__":
         from importlib.metadata import version  # noqa: PLC0415
 

@@ -1,0 +1,119 @@
+"""For tests of the worker: workers that run in the test's own loop, queues to put messages into and to look into."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import aio_pika
+import pytest
+from harness import PATIENCE, Management
+
+from outbox import Worker
+
+T = TypeVar("T")
+
+
+async def eventually(look: Callable[[], T], what: str, patience: float = PATIENCE) -> T:
+    """Waits until the look finds something, and lets others run meanwhile."""
+    deadline = time.monotonic() + patience
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {patience:g} s in vain for {what}")
+        await asyncio.sleep(0.02)
+    return found
+
+
+class Broker:
+    """The test's vhost: publishes as a relay does, and looks into queues."""
+
+    def __init__(self, management: Management, url: str) -> None:
+        self.management, self.url = management, url
+        self._connection: Any = None
+        self._channel: Any = None
+
+    async def publish(
+        self, routing_key: str, body: object = None, *, exchange: str = "outbox", headers: Any = None, **properties: Any
+    ) -> str:
+        """Persistent and confirmed; returns the message_id."""
+        if self._channel is None:
+            self._connection = await aio_pika.connect(self.url)
+            self._channel = await self._connection.channel(on_return_raises=True)
+        given = {"message_id": str(uuid4()), "delivery_mode": 2, "content_type": "application/json"} | properties
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        target = (
+            await self._channel.get_exchange(exchange, ensure=False) if exchange else self._channel.default_exchange
+        )
+        await target.publish(aio_pika.Message(content, headers=headers, **given), routing_key)
+        return str(given["message_id"])
+
+    def look(self, queue: str, *, take: bool = False, count: int = 1000) -> list[dict[str, Any]]:
+        """What is in a queue now, as the management API shows it; body as bytes."""
+        mode = "ack_requeue_false" if take else "ack_requeue_true"
+        order = {"count": count, "ackmode": mode, "encoding": "base64"}
+        found: list[dict[str, Any]] = self.management("POST", f"/queues/{{vhost}}/{queue}/get", order)
+        return [one | {"body": base64.b64decode(one["payload"])} for one in found]
+
+    async def dead(self, queue: str, count: int = 1) -> list[dict[str, Any]]:
+        """The dead letters of a queue, once there are so many."""
+        found: list[dict[str, Any]] = []
+
+        def complete() -> bool:
+            found.extend(self.look(queue + ".dlq", take=True))
+            return len(found) >= count
+
+        await eventually(complete, f"{count} dead letters in {queue}")
+        return found
+
+    def counts(self, queue: str) -> tuple[int, int]:
+        """Ready and unacknowledged; waits until the broker has counted."""
+        state = self.management("GET", f"/queues/{{vhost}}/{queue}")
+        return state.get("messages_ready", -1), state.get("messages_unacknowledged", -1)
+
+    async def empty(self, queue: str) -> None:
+        await eventually(lambda: self.counts(queue) == (0, 0), f"an empty queue {queue}")
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+
+@pytest.fixture
+async def broker(management: Management, amqp_url: str) -> AsyncIterator[Broker]:
+    made = Broker(management, amqp_url)
+    yield made
+    await made.close()
+
+
+@dataclass
+class Running:
+    worker: Worker
+    task: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        self.worker.stop()
+        async with asyncio.timeout(PATIENCE):
+            await self.task
+
+
+@contextlib.asynccontextmanager
+async def running(worker: Worker, caplog: pytest.LogCaptureFixture | None = None) -> AsyncIterator[Running]:
+    """The worker runs in the block, from the moment it is ready."""
+    task = asyncio.create_task(worker.run())
+    one = Running(worker, task)
+    try:
+        while not worker.ready.is_set() and not task.done():
+            await asyncio.sleep(0.01)
+        if task.done():
+            task.result()
+        yield one
+    finally:
+        if not task.done():
+            await one.stop()
