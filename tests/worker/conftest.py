@@ -14,8 +14,8 @@ from uuid import uuid4
 
 import aio_pika
 import pytest
-from harness import PATIENCE, Management
 
+from harness import PATIENCE, Management
 from outbox import Worker
 
 T = TypeVar("T")
@@ -46,7 +46,11 @@ class Broker:
         if self._channel is None:
             self._connection = await aio_pika.connect(self.url)
             self._channel = await self._connection.channel(on_return_raises=True)
-        given = {"message_id": str(uuid4()), "delivery_mode": 2, "content_type": "application/json"} | properties
+        given: dict[str, Any] = {
+            "message_id": str(uuid4()),
+            "delivery_mode": 2,
+            "content_type": "application/json",
+        } | properties
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         target = (
             await self._channel.get_exchange(exchange, ensure=False) if exchange else self._channel.default_exchange
@@ -104,13 +108,14 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(worker: Worker, caplog: pytest.LogCaptureFixture | None = None) -> AsyncIterator[Running]:
+async def running(worker: Worker) -> AsyncIterator[Running]:
     """The worker runs in the block, from the moment it is ready."""
     task = asyncio.create_task(worker.run())
     one = Running(worker, task)
     try:
-        while not worker.ready.is_set() and not task.done():
-            await asyncio.sleep(0.01)
+        ready = asyncio.create_task(worker.ready.wait())
+        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
         if task.done():
             task.result()
         yield one

@@ -1,4 +1,4 @@
-"""What a listener is called with, and what becomes of a message when it succeeds, fails or rejects: on both kinds of queue."""
+"""What becomes of a message when its listener succeeds, fails or rejects it, on both kinds of queue."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from outbox.tracking import get_tracking_ids, tracking
 if TYPE_CHECKING:
     from outbox.listener import Listener, Reject, listen
     from outbox.relay import MessageRelay
+    from outbox.source_postgres import PostgresSource
     from outbox.worker import Worker
 
     __version__: str
@@ -38,6 +39,7 @@ __all__ = [
     "NotInstalledError",
     "OutboxError",
     "OutboxMessage",
+    "PostgresSource",
     "RefusedError",
     "Reject",
     "UnavailableError",
@@ -55,6 +57,7 @@ __all__ = [
 _LATE = {
     "Listener": "outbox.listener",
     "MessageRelay": "outbox.relay",
+    "PostgresSource": "outbox.source_postgres",
     "Reject": "outbox.listener",
     "Worker": "outbox.worker",
     "listen": "outbox.listener",

@@ -1,5 +1,7 @@
-"""Publishes copies for the worker, retries and dead letters, on a connection of its own: an alarm that blocks publishers
-then leaves the consumers alone. A copy counts once the broker has confirmed it; before that nothing is acknowledged."""
+"""The worker's second connection, for copies (retries and dead letters) and for what must exist on the broker.
+
+Apart from the consumers', because an alarm blocks connections that publish. A copy counts once it is confirmed.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,36 @@ import aio_pika
 import aiormq
 from aio_pika.abc import AbstractConnection
 from aiormq.abc import DeliveredMessage
-from aiormq.exceptions import AMQPError, ChannelClosed, DeliveryError, PublishError
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelClosed,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    DeliveryError,
+    PublishError,
+)
 from pamqp.commands import Basic
 
 from outbox.errors import BrokerUnavailableError, ConfigurationError
 from outbox.publish import describe
+from outbox.topology import Topology
 
 ATTEMPT_HEADER = "x-outbox-attempt"
 ROUTING_KEY_HEADER = "x-outbox-routing-key"
 EXPIRES_HEADER = "x-outbox-expires-at"
 USER_HEADER = "x-outbox-user-id"
 PERSISTENT = 2
-CONNECT_TIMEOUT = 10.0
-# The broker writes these itself. A copy that brought them along would be taken for one that goes round in circles, and dropped.
+ANSWER_TIMEOUT = 10.0
+CLOSE_TIMEOUT = 3.0
+# The broker's own. A copy that brought them along would be taken for one that goes round in circles, and dropped.
 BROKERS_OWN = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count", "CC", "BCC")
 
 
 async def connect(url: str, heartbeat: int, name: str) -> AbstractConnection:
     """A plain connection: what is lost is made anew by whoever uses it, so that nothing waits inside a library."""
     try:
-        async with unavailable(), asyncio.timeout(CONNECT_TIMEOUT):
+        async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
             return await aio_pika.connect(url, heartbeat=heartbeat, client_properties={"connection_name": name})
     except ValueError as error:
         raise ConfigurationError("amqp_url cannot be read: write it as amqp://user@host:5672/vhost") from error
@@ -50,9 +62,13 @@ async def unavailable() -> AsyncIterator[None]:
             raise
         raise BrokerUnavailableError("the connection was lost") from error
     except (aiormq.exceptions.AuthenticationError, aiormq.exceptions.ProbableAuthenticationError) as error:
-        raise ConfigurationError(f"the broker refuses the login: {describe(error)}") from error
+        raise LoginError(f"the broker refuses the login: {describe(error)}") from error
     except (OSError, TimeoutError, AMQPError, RuntimeError) as error:
         raise BrokerUnavailableError(describe(error)) from error
+
+
+class LoginError(ConfigurationError):
+    """The broker refuses the user or the password."""
 
 
 class NotTakenError(BrokerUnavailableError):
@@ -63,17 +79,21 @@ class Courier:
     def __init__(self, url: str, heartbeat: int) -> None:
         self._url, self._heartbeat = url, heartbeat
         self._connection: AbstractConnection | None = None
-        self._channel: Any = None
+        # One for copies; one for questions, which the broker answers by closing the channel if it says no.
+        self._channels: dict[str, Any] = {}
         self._opening = asyncio.Lock()
         # The library tells a returned message by its message_id: two copies with one id take turns.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def publish(self, exchange: str, routing_key: str, properties: Basic.Properties, body: bytes) -> None:
-        """Returns when the broker has confirmed a persistent, routed copy. No limit of time: a blocked broker takes it later,
-        and whoever gives up and sends again sends twice. A dead connection ends by its heartbeats."""
+        """Returns when the broker has confirmed a persistent, routed copy.
+
+        Without a limit of time: a broker that blocks takes it later, and who sends again sends it twice. A dead
+        connection ends when its heartbeats stay away.
+        """
         turn = self._turns.setdefault(properties.message_id or "", asyncio.Lock())
         async with turn:
-            channel = await self.channel()
+            channel = await self._channel("copies")
             try:
                 async with unavailable():
                     confirmed = await channel.basic_publish(
@@ -84,32 +104,80 @@ class Courier:
                 if isinstance(cause, PublishError):
                     raise NotTakenError(f"no queue takes what is sent to exchange {exchange!r}") from error
                 if isinstance(cause, DeliveryError | ChannelClosed):
-                    raise NotTakenError(describe(cause)) from error
+                    raise NotTakenError(f"exchange {exchange!r}: {describe(cause)}") from error
                 raise
             if not isinstance(confirmed, Basic.Ack):
-                raise NotTakenError("the broker has not confirmed it")
+                raise NotTakenError(f"exchange {exchange!r}: not confirmed")
 
-    async def channel(self) -> Any:
+    async def look(self, queue: str) -> tuple[int, int]:
+        """How many messages are in a queue, and how many consumers it has."""
+        channel = await self._channel("questions")
+        async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
+            found = await channel.queue_declare(queue, passive=True)
+        return found.message_count or 0, found.consumer_count or 0
+
+    async def prepare(self, topology: Topology, *, declare: bool) -> None:
+        """Makes what must exist, or only looks whether it does, and then names all that is missing."""
+        missing = []
+        for exchange in topology.exchanges:
+            name = exchange.name
+            call = {"exchange_type": exchange.kind, "durable": True, "passive": not declare}
+            missing += await self._ask(f"exchange {name!r}", "exchange_declare", name, **call)
+        for queue in topology.queues:
+            call = {"durable": True, "arguments": queue.arguments, "passive": not declare}
+            missing += await self._ask(f"queue {queue.name!r}", "queue_declare", queue.name, **call)
+        if missing:
+            raise ConfigurationError(
+                f"the broker lacks {', '.join(missing)}: `outbox topology` writes down what is needed;"
+                " or pass declare=True to have it made"
+            )
+        if declare:
+            for one in topology.bindings:
+                name = f"binding of queue {one.queue!r} to exchange {one.exchange!r}"
+                await self._ask(name, "queue_bind", one.queue, one.exchange, routing_key=one.routing_key)
+
+    async def _ask(self, what: str, call: str, *args: Any, **kwargs: Any) -> list[str]:
+        channel = await self._channel("questions")
+        try:
+            async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
+                await getattr(channel, call)(*args, **kwargs)
+        except BrokerUnavailableError as error:
+            match error.__cause__:
+                case ChannelNotFoundEntity() if kwargs.get("passive"):
+                    return [what]
+                case ChannelPreconditionFailed() as cause:
+                    raise ConfigurationError(
+                        f"{what} differs from what is needed: {describe(cause)}; delete it, or use another name"
+                    ) from error
+                case ChannelAccessRefused() as cause:
+                    raise ConfigurationError(
+                        f"{what} is refused: {describe(cause)}; grant that, or have it made and pass declare=False"
+                    ) from error
+            raise
+        return []
+
+    async def _channel(self, name: str) -> Any:
         """The channel, made anew if it is gone."""
         async with self._opening:
             if self._connection is None or self._connection.is_closed:
                 self._connection = await connect(self._url, self._heartbeat, "outbox worker, copies")
-                self._channel = None
-            if self._channel is None or self._channel.is_closed:
-                async with unavailable(), asyncio.timeout(CONNECT_TIMEOUT):
+                self._channels.clear()
+            channel = self._channels.get(name)
+            if channel is None or channel.is_closed:
+                async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
                     opened = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-                    self._channel = await opened.get_underlay_channel()
-            return self._channel
+                    channel = self._channels[name] = await opened.get_underlay_channel()
+            return channel
 
     async def close(self) -> None:
         if self._connection is not None:
             with contextlib.suppress(Exception):
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(CLOSE_TIMEOUT):
                     await self._connection.close()
 
 
 def copied(message: DeliveredMessage, user: str | None, more: Mapping[str, Any]) -> Basic.Properties:
-    """All properties of a message, for its copy: persistent, without an expiration of its own, and with more headers."""
+    """All properties of a message for its copy: persistent, without expiration, with more headers."""
     given = message.header.properties
     headers = {
         name: bytearray(value) if isinstance(value, bytes) else value

@@ -83,29 +83,37 @@ Read: TypeAlias = Callable[[Any, str], Any]
 
 def _reader(kind: Any) -> Read:
     """Reads a value of JSON as this type."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return lambda value, _: value
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind)
+    found = _simple(kind) or _composed(get_origin(kind) or kind, get_args(kind))
+    if found is None:
+        raise TypeError(
+            f"a body cannot be read as {getattr(kind, '__qualname__', kind)}: use a Pydantic model, a dataclass,"
+            " a msgspec struct, bytes, or what JSON has"
+        )
+    return found
+
+
+def _simple(kind: Any) -> Read | None:
+    if kind is float:
+        return _checked("number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+    if kind in _JSON:
+        return _checked(kind.__name__, lambda value: type(value) is kind)
     if kind in _TEXT:
         return _converted(kind, _TEXT[kind], str)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _converted(kind, kind, object)
-    if kind is float:
-        return _checked("number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-    if kind in _JSON or kind is None:
-        return _checked(getattr(kind, "__name__", "null"), lambda value: type(value) is (kind or type(None)))
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _dataclass(kind)
+    return (lambda value, _: value) if kind is Any else None
+
+
+def _composed(origin: Any, inner: tuple[Any, ...]) -> Read | None:
     if origin in (Union, types.UnionType):
         return _union([_reader(one) for one in inner])
-    if (origin or kind) in (list, Sequence, tuple) and inner[1:] in ((), (...,)):
-        return _list(origin or kind, _reader(inner[0] if inner else Any))
-    if (origin or kind) in (dict, Mapping):
+    if origin in (list, Sequence, tuple) and inner[1:] in ((), (...,)):
+        return _list(origin, _reader(inner[0] if inner else Any))
+    if origin in (dict, Mapping):
         return _dict(_reader(inner[1] if inner else Any))
-    raise TypeError(
-        f"{getattr(kind, '__qualname__', kind)} is no type that a body can be read as: use a Pydantic model, a dataclass,"
-        " a msgspec struct, bytes, or what JSON has"
-    )
+    return None
 
 
 def _checked(name: str, fits: Callable[[Any], bool]) -> Read:

@@ -1,4 +1,4 @@
-"""What happens between a message and its listener: reading the body, calling, a limit of time, once or not, and the verdict."""
+"""Between a message and its listener: reads the body, calls, limits the time, accepts once; and returns a verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,34 +83,32 @@ class Handling:
         if listener.once and identity is None:
             return Dead("no_message_id", "", "its message_id is missing or no UUID, so that a duplicate cannot be told")
         limit = listener.timeout or self._timeout
+        timer = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(limit) as timer:
+            async with timer:
                 with restored(incoming, identity) as chain:
                     arguments = arguments_for(listener, incoming, body, chain)
-                    if not listener.once:
-                        await self._call(listener, arguments)
-                        return DONE
-                    return await self._accepted(listener, str(identity), arguments)
-        except Reject as error:
-            return Dead("rejected", "Reject", trimmed(error))
-        except AwayError as error:
-            return Failed(type(error.__cause__).__name__, "the database was away", counts=False)
+                    if listener.once:
+                        return await self._accepted(listener, str(identity), arguments)
+                    await self._call(listener, arguments)
+                    return DONE
         except transaction.ConnectError:
             raise
-        except TimeoutError as error:
-            if not timer.expired():
-                return Failed("TimeoutError", trimmed(error))
-            if self._away:
-                return Failed("TimeoutError", "the database was away", counts=False)
-            return Failed("TimeoutError", f"the listener took longer than {limit:g} s")
-        except asyncio.CancelledError as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            return Failed("CancelledError", trimmed(error))
-        except (Exception, SystemExit) as error:
             logger.debug("listener failed", exc_info=True, extra={"action": "handle", "queue": listener.queue})
+            return self._verdict(error, limit if timer.expired() else None)
+
+    def _verdict(self, error: BaseException, limit: float | None) -> Failed | Dead:
+        if isinstance(error, Reject):
+            return Dead("rejected", "Reject", trimmed(error))
+        if limit is None:
             return Failed(type(error).__name__, trimmed(error))
+        if self._away:
+            return Failed("TimeoutError", "the database was away", counts=False)
+        return Failed("TimeoutError", f"the listener took longer than {limit:g} s")
 
     async def _call(self, listener: Listener, arguments: Mapping[str, Any]) -> None:
         if listener.is_async:
@@ -267,7 +265,7 @@ def trimmed(error: BaseException | None) -> str:
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 3] + "..."
 
 
-def next_delay(attempt: int, retry_delays: tuple[float, ...]) -> float | None:
+def next_delay(attempt: int, retry_delays: Sequence[float]) -> float | None:
     """How long to wait after this attempt; none: it was the last."""
     return retry_delays[attempt - 1] if attempt <= len(retry_delays) else None
 

@@ -13,7 +13,7 @@ from outbox.errors import ConfigurationError
 
 SHORT_STRING = 255  # bytes, AMQP's limit for a name
 DEAD_SUFFIX = ".dlq"
-LONGEST_DELAY = 30 * 86400.0
+SHORTEST_DELAY, LONGEST_DELAY = 0.001, 30 * 86400.0
 # What a listener is given when it has an argument of this name. Any other argument is for the body.
 KNOWN = frozenset({"routing_key", "message", "tracking_ids", "queue_name", "attempt_count", "tx"})
 
@@ -105,12 +105,12 @@ def listen(
     return decorate
 
 
-def delays(given: Sequence[float]) -> tuple[float, ...]:
+def delays(given: Sequence[Any]) -> tuple[float, ...]:
     """Seconds, to the millisecond."""
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int | float) or not isfinite(one):
             raise ConfigurationError("retry_delays must be numbers of seconds")
-        if not 0.001 <= one <= LONGEST_DELAY:
+        if not SHORTEST_DELAY <= one <= LONGEST_DELAY:
             raise ConfigurationError("each of retry_delays must lie between 1 ms and 30 days")
     return tuple(round(one, 3) for one in given)
 

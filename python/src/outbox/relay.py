@@ -54,6 +54,8 @@ class Batch:
 class MessageRelay:
     """Carries messages from one database to one broker until stop() is called. Several may run side by side."""
 
+    what_is_ready = "relay ready"
+
     def __init__(self, dsn: str, amqp_url: str, *, hooks: Sequence[object] = (), **knobs: Any) -> None:
         self._settings = RelaySettings(dsn=dsn, amqp_url=amqp_url, **knobs)
         self._tell = Teller(hooks)
@@ -133,7 +135,7 @@ class MessageRelay:
         await self._ask(self._store.connect(), otherwise=False)
         if await self._broker() is not None:
             self._started = True
-            logger.info("relay ready", extra={"action": "ready", "listening": self._listening})
+            logger.info(self.what_is_ready, extra={"action": "ready", "listening": self._listening})
             await self._forward()
         await self._finish()
 
@@ -488,7 +490,7 @@ class MessageRelay:
                     extra={"action": "trouble", "what": what, "kind": kind, "error": problem},
                 )
         elif before is not None and not self._problems and self._started:
-            logger.info("relay ready", extra={"action": "ready", "listening": self._listening})
+            logger.info(self.what_is_ready, extra={"action": "ready", "listening": self._listening})
 
     def _next_try(self, server: str) -> float:
         """When to try again. Whoever asks before that time shares it."""

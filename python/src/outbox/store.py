@@ -34,7 +34,8 @@ CLAIM_BATCH = """
 MARK_SENT = "select outbox.mark_sent(token => %(token)s, ids => %(ids)s::bigint[])"
 MARK_FAILED = """
     select outbox.mark_failed(token => %(token)s, ids => %(ids)s::bigint[], errors => %(errors)s::text[],
-                              reasons => %(reasons)s::text[], counts => %(counts)s)
+                              reasons => %(reasons)s::text[], retry_in => %(retry_in)s::interval[],
+                              counts => %(counts)s, dead => %(dead)s)
 """
 RELEASE_BATCH = "select outbox.release_batch(token => %(token)s)"
 EXTEND_LEASE = "select outbox.extend_lease(token => %(token)s, lease => %(lease)s)"
@@ -105,8 +106,9 @@ class ClaimedMessage(NamedTuple):
 class Store:
     """The relay's database session. A call that fails drops it, the next one makes a new one."""
 
-    def __init__(self, settings: RelaySettings) -> None:
+    def __init__(self, settings: RelaySettings, kind: str = "") -> None:
         self._settings = settings
+        self._kind = kind  # before the name in hello(): "worker: " for what is no relay
         self._connection: Connection | None = None
         self._relay: int | None = None
         self._lock = asyncio.Lock()
@@ -151,11 +153,20 @@ class Store:
         return int(await self._one(MARK_SENT, token=token, ids=array(ids)))
 
     async def mark_failed(
-        self, token: UUID, ids: Sequence[int], errors: Sequence[str], reasons: Sequence[str | None], *, counts: bool
+        self,
+        token: UUID,
+        ids: Sequence[int],
+        errors: Sequence[str],
+        reasons: Sequence[str | None],
+        *,
+        counts: bool,
+        retry_in: timedelta | None = None,
+        dead: bool = False,
     ) -> int:
-        """What a failure leads to (back-off, dead letter) is decided by the database."""
+        """What a failure leads to (back-off, dead letter) is decided by the database, unless it is told."""
         lists = {"errors": list(errors), "reasons": list(reasons)}
-        return int(await self._one(MARK_FAILED, token=token, ids=array(ids), counts=counts, **lists))
+        told = {"counts": counts, "dead": dead, "retry_in": None if retry_in is None else [retry_in] * len(ids)}
+        return int(await self._one(MARK_FAILED, token=token, ids=array(ids), **told, **lists))
 
     async def release(self, token: UUID) -> int:
         """Gives back what the token still holds; no attempt is counted."""
@@ -287,7 +298,7 @@ class Store:
             self._relay = None
             if self.private:
                 await cursor.execute(SESSION, {"timeout": str(int(self._settings.statement_timeout * 1000))})
-                await cursor.execute(HELLO, {"name": f"{socket.gethostname()} {os.getpid()}"})
+                await cursor.execute(HELLO, {"name": f"{self._kind}{socket.gethostname()} {os.getpid()}"})
                 self._relay = await cursor.fetchone()
 
     @asynccontextmanager

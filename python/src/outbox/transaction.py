@@ -1,7 +1,7 @@
 """A transaction on a connection that the application's factory makes, of whatever kind: for listeners with once=True.
 
-The factory returns what `with` or `async with` takes, or a coroutine for it: psycopg.AsyncConnection.connect(dsn), a pool's
-connection(), an SQLAlchemy session, engine.begin(). The transaction commits at the end of the block.
+The factory returns what `with` or `async with` takes, or a coroutine for it: psycopg.AsyncConnection.connect(dsn),
+a pool's connection(), an SQLAlchemy session, engine.begin(). The transaction commits at the end of the block.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def _entered(made: Any) -> AsyncIterator[Any]:
         await made.close()
 
 
-def _transaction(connection: Any) -> AbstractContextManager[Any] | Any:
+def _transaction(connection: Any) -> Any:
     """Of psycopg and asyncpg: transaction(); of SQLAlchemy: begin(), unless engine.begin() has begun one."""
     if hasattr(connection, "transaction"):
         return connection.transaction()

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from aio_pika.abc import AbstractConnection
 
@@ -18,8 +17,10 @@ from outbox.errors import ConfigurationError
 from outbox.handle import Handling
 from outbox.listener import Listener, delays
 from outbox.source_amqp import AmqpSettings, AmqpSource
+from outbox.source_postgres import Direct, PostgresSource
 from outbox.topology import Topology, topology
 from outbox.transaction import Connect
+from outbox.worker_metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Worker:
         amqp_url: str = "",
         *,
         connection: AbstractConnection | None = None,
+        source: PostgresSource | None = None,
         exchange_name: str = "outbox",
         listeners: Sequence[Listener] = (),
         retry_delays: Sequence[float] = (1, 10, 60, 300),
@@ -45,36 +47,53 @@ class Worker:
         timeout: float = 1200.0,
         shutdown: float = 30.0,
         heartbeat: int = 15,
+        enable_metrics: bool = True,
     ) -> None:
-        url = str(connection.url) if connection is not None and not amqp_url else amqp_url  # type: ignore[attr-defined]
-        if not url:
-            raise ConfigurationError("no broker given: pass amqp_url or connection")
-        if not url.startswith(("amqp://", "amqps://")):
-            raise ConfigurationError("amqp_url must begin with amqp:// or amqps://")
+        if sum(map(bool, (amqp_url, connection, source))) != 1:
+            raise ConfigurationError("pass one of amqp_url, connection and source: where messages come from")
         if queue_type not in QUEUE_TYPES:
             raise ConfigurationError(f"queue_type must be one of {', '.join(QUEUE_TYPES)}")
+        for name, number in {
+            "prefetch_count": prefetch_count,
+            "delivery_limit": delivery_limit,
+            "timeout": timeout,
+            "shutdown": shutdown,
+            "heartbeat": heartbeat,
+        }.items():
+            if number <= 0:
+                raise ConfigurationError(f"{name} must be greater than 0")
         self.listeners = checked(listeners)
         if connect is None and (needy := [one.queue for one in self.listeners if one.once]):
             raise ConfigurationError(f"listener {needy[0]} has once=True: pass connect, which makes its connections")
-        self._topology = topology(
-            exchange_name, self.listeners, delays(retry_delays), queue_type=queue_type, delivery_limit=delivery_limit
+        waits = delays(retry_delays)
+        self.topology: Topology = topology(
+            exchange_name, self.listeners, waits, queue_type=queue_type, delivery_limit=delivery_limit
         )
+        handling, metrics = Handling(connect, timeout), Metrics(exchange_name, enabled=enable_metrics)
+        self._source: AmqpSource | Direct
+        if source is not None:
+            self._source = Direct(
+                source,
+                exchange=exchange_name,
+                listeners=self.listeners,
+                handling=handling,
+                metrics=metrics,
+                retry_delays=waits,
+                prefetch_count=prefetch_count,
+                shutdown=shutdown,
+            )
+            return
         settings = AmqpSettings(
-            url=url,
+            url=amqp_url or str(getattr(connection, "url", "")),
             connection=connection,
             exchange=exchange_name,
-            retry_delays=delays(retry_delays),
+            retry_delays=waits,
             prefetch_count=prefetch_count,
             declare=declare,
             heartbeat=heartbeat,
             shutdown=shutdown,
         )
-        self._source = AmqpSource(settings, self._topology, self.listeners, Handling(connect, timeout))
-
-    @property
-    def topology(self) -> Topology:
-        """What this worker needs on the broker."""
-        return self._topology
+        self._source = AmqpSource(settings, self.topology, self.listeners, handling, metrics)
 
     @property
     def ready(self) -> asyncio.Event:
