@@ -6,9 +6,13 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,7 +20,7 @@ import aio_pika
 import pytest
 
 from harness import PATIENCE, Management
-from outbox import Worker
+from outbox import Listener, Worker
 
 T = TypeVar("T")
 
@@ -43,9 +47,7 @@ class Broker:
         self, routing_key: str, body: object = None, *, exchange: str = "outbox", headers: Any = None, **properties: Any
     ) -> str:
         """Persistent and confirmed; returns the message_id."""
-        if self._channel is None:
-            self._connection = await aio_pika.connect(self.url)
-            self._channel = await self._connection.channel(on_return_raises=True)
+        await self._open()
         given: dict[str, Any] = {
             "message_id": str(uuid4()),
             "delivery_mode": 2,
@@ -76,13 +78,26 @@ class Broker:
         await eventually(complete, f"{count} dead letters in {queue}")
         return found
 
-    def counts(self, queue: str) -> tuple[int, int]:
-        """Ready and unacknowledged; waits until the broker has counted."""
-        state = self.management("GET", f"/queues/{{vhost}}/{queue}")
-        return state.get("messages_ready", -1), state.get("messages_unacknowledged", -1)
+    async def ready(self, queue: str) -> int:
+        """How many messages of a queue are in nobody's hands."""
+        await self._open()
+        return int((await self._channel.declare_queue(queue, passive=True)).declaration_result.message_count)
 
-    async def empty(self, queue: str) -> None:
-        await eventually(lambda: self.counts(queue) == (0, 0), f"an empty queue {queue}")
+    async def filled(self, queue: str) -> None:
+        """Waits for a message in a queue, and for the queue."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    if await self.ready(queue):
+                        return
+                except aio_pika.exceptions.ChannelClosed:
+                    self._channel = None
+                await asyncio.sleep(0.02)
+
+    async def _open(self) -> None:
+        if self._channel is None:
+            self._connection = await aio_pika.connect(self.url)
+            self._channel = await self._connection.channel(on_return_raises=True)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -122,3 +137,58 @@ async def running(worker: Worker) -> AsyncIterator[Running]:
     finally:
         if not task.done():
             await one.stop()
+
+
+class Process:
+    """The command `outbox`, and what it logs."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, cwd: Path, environment: Mapping[str, str]) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "outbox", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env={**os.environ, **environment},
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def await_log(self, text: str) -> None:
+        await eventually(lambda: text in self.log or self.process.poll() is not None, f"{text!r} in {self.log}")
+        assert text in self.log
+
+    async def ended(self) -> int:
+        """Its exit status."""
+        await eventually(lambda: self.process.poll() is not None, "the end of the process")
+        return int(self.process.returncode)
+
+
+StartProcess = Callable[..., Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartProcess]:
+    """Starts `outbox ...` in the test's own folder; whatever still runs is killed at the end."""
+    started: list[Process] = []
+
+    def run(*arguments: str, **environment: str) -> Process:
+        started.append(Process(arguments, tmp_path / f"process{len(started)}.log", tmp_path, environment))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def worker_on(broker: Broker, *listeners: Listener, **knobs: Any) -> Worker:
+    return Worker(broker.url, listeners=listeners, **knobs)
+
+
+@pytest.fixture(params=["classic", "quorum"])
+def queue_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -7,9 +7,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from harness import Db, StartRelay, emit, waiting
-from worker.conftest import eventually, running
+from worker.conftest import Broker, StartProcess, eventually, running
 
+from harness import Db, emit, waiting
 from outbox import PostgresSource, Reject, Worker, listen
 from outbox.errors import OtherKindError
 
@@ -157,23 +157,18 @@ async def test_two_workers_share(dsn: str, db: Db) -> None:
     assert min(map(len, seen.values())) > 20
 
 
-async def test_the_second_kind_is_refused(
-    dsn: str, db: Db, start_relay: StartRelay, amqp_url: str, management: Any
-) -> None:
+async def test_the_second_kind_is_refused(dsn: str, broker: Broker, start: StartProcess) -> None:
     @listen("#", queue="q")
     async def handle(_body: Any) -> None: ...
 
-    worker = Worker(source=PostgresSource(dsn), listeners=[handle])
-    management("PUT", "/exchanges/{vhost}/outbox", {"type": "topic", "durable": True})
-    async with running(worker):
-        relay = start_relay()
-        assert await asyncio.to_thread(relay.process.wait, 20) == 2
-        assert "delivered by the other kind" in relay.log
-    emit(db, "a")
-    start_relay().await_log("relay ready")
-    with pytest.raises(OtherKindError, match="OB015|other kind"):
+    relay = ("relay", "--declare", "--dsn", dsn, "--amqp-url", broker.url)
+    async with running(Worker(source=PostgresSource(dsn), listeners=[handle])):
+        refused = start(*relay)
+        assert await refused.ended() == 2
+        assert "outbox: messages of this database are delivered by the other kind" in refused.log
+    await start(*relay).await_log("relay ready")
+    with pytest.raises(OtherKindError, match="delivered by the other kind"):
         await Worker(source=PostgresSource(dsn), listeners=[handle]).run()
-    assert amqp_url
 
 
 async def test_stop_gives_back_what_has_not_begun(dsn: str, db: Db) -> None:

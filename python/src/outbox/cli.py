@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from outbox import __version__, database_commands, logs, operate, supervise
+from outbox import __version__, consume_commands, database_commands, logs, operate, supervise
 from outbox.errors import OutboxError, UnavailableError
 
 # Each adds its subcommands; a subcommand sets `run`, which takes the options and returns the exit status.
-PARTS = (supervise, operate, database_commands)
+PARTS = (supervise, consume_commands, operate, database_commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,6 +51,11 @@ async def connect(url: str, heartbeat: int, name: str) -> AbstractConnection:
         raise ConfigurationError("amqp_url cannot be read: write it as amqp://user@host:5672/vhost") from error
 
 
+def is_lost(connection: AbstractConnection) -> bool:
+    """Also one that ended without having been closed, of which the library's own word for it knows nothing."""
+    return connection.is_closed or connection.transport is None or connection.transport.connection.is_closed
+
+
 @contextlib.asynccontextmanager
 async def unavailable() -> AsyncIterator[None]:
     """Whatever the library raises when the broker is away, or has closed a channel."""
@@ -159,7 +164,7 @@ class Courier:
     async def _channel(self, name: str) -> Any:
         """The channel, made anew if it is gone."""
         async with self._opening:
-            if self._connection is None or self._connection.is_closed:
+            if self._connection is None or is_lost(self._connection):
                 self._connection = await connect(self._url, self._heartbeat, "outbox worker, copies")
                 self._channels.clear()
             channel = self._channels.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from math import isfinite
@@ -11,6 +12,8 @@ from typing import Any, get_type_hints
 from outbox.decode import Decode, decoder
 from outbox.errors import ConfigurationError
 
+# What the library lets through as the name of an exchange or a queue.
+NAME = re.compile(r"[a-zA-Z0-9\-_.:@#,/+ ]+")
 SHORT_STRING = 255  # bytes, AMQP's limit for a name
 DEAD_SUFFIX = ".dlq"
 SHORTEST_DELAY, LONGEST_DELAY = 0.001, 30 * 86400.0
@@ -44,12 +47,15 @@ class Listener:
                 f"a listener's callback must be a function, not {type(self.callback).__qualname__}"
             )
         called = self.callback if hasattr(self.callback, "__qualname__") else type(self.callback)
-        self.queue = self.queue or f"{called.__module__}.{called.__qualname__}"
+        self.queue = self.queue or f"{called.__module__}.{called.__qualname__}".replace(".<locals>", "")
         if not 1 <= len(self.binding_key.encode()) <= SHORT_STRING:
             raise self._wrong("its binding key must have 1 to 255 bytes")
         most = SHORT_STRING - len(DEAD_SUFFIX)
-        if len(self.queue.encode()) > most or self.queue.startswith("amq."):
-            raise self._wrong(f"a queue's name has at most {most} bytes and does not begin with amq.: pass queue=...")
+        if len(self.queue) > most or self.queue.startswith("amq.") or not NAME.fullmatch(self.queue):
+            raise self._wrong(
+                f"a queue's name has at most {most} letters, digits and -_.:@#,/+ or spaces, all of ASCII, and does not"
+                " begin with amq.: pass queue=..."
+            )
         if self.retry_delays is not None:
             self.retry_delays = delays(self.retry_delays)
         if self.timeout is not None and not 0 < self.timeout < float("inf"):

@@ -27,6 +27,7 @@ from outbox.courier import (
     LoginError,
     connect,
     copied,
+    is_lost,
     unavailable,
 )
 from outbox.errors import BrokerUnavailableError
@@ -190,7 +191,7 @@ class AmqpSource:
         """Returns when it is time to stop, or somebody has raised; raises when the session is lost."""
         self._lost.clear()
         given, self._given = self._given, None
-        connection = given if given is not None and not given.is_closed else await self._connect()
+        connection = given if given is not None and not is_lost(given) else await self._connect()
         channel: Any = None
         try:
             await self._courier.prepare(self._topology, declare=self._settings.declare)
@@ -221,10 +222,13 @@ class AmqpSource:
         return await connect(self._settings.url, self._settings.heartbeat, "outbox worker")
 
     async def _begin(self, channel: Any) -> None:
-        """First what came back, each alone and with nothing else in hand: should it kill us, only it is counted."""
+        """First what came back, each alone and with nothing else in hand: should it kill us, only it is counted.
+
+        Not after a lost connection: this process has survived what comes back then.
+        """
         held: list[Delivery] = []
         for listener in self._listeners:
-            while not self._lost.is_set():
+            while not self._lost.is_set() and not self._started:
                 async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
                     message = await channel.basic_get(listener.queue)
                 if message.delivery_tag is None:

@@ -15,7 +15,7 @@ from aio_pika.abc import AbstractConnection
 
 from outbox.errors import ConfigurationError
 from outbox.handle import Handling
-from outbox.listener import Listener, delays
+from outbox.listener import NAME, Listener, delays
 from outbox.source_amqp import AmqpSettings, AmqpSource
 from outbox.source_postgres import Direct, PostgresSource
 from outbox.topology import Topology, topology
@@ -25,6 +25,7 @@ from outbox.worker_metrics import Metrics
 logger = logging.getLogger(__name__)
 
 QUEUE_TYPES = ("quorum", "classic")
+LONGEST_EXCHANGE = 200  # leaves room for what is put behind it
 
 
 class Worker:
@@ -51,6 +52,10 @@ class Worker:
     ) -> None:
         if sum(map(bool, (amqp_url, connection, source))) != 1:
             raise ConfigurationError("pass one of amqp_url, connection and source: where messages come from")
+        if not NAME.fullmatch(exchange_name) or len(exchange_name) > LONGEST_EXCHANGE:
+            raise ConfigurationError(
+                "exchange_name must have 1 to 200 letters, digits and -_.:@#,/+ or spaces, of ASCII"
+            )
         if queue_type not in QUEUE_TYPES:
             raise ConfigurationError(f"queue_type must be one of {', '.join(QUEUE_TYPES)}")
         for name, number in {
