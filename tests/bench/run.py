@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent)]
 
 import databases  # noqa: E402 - the folder of the test tools is on the path only now
 import servers  # noqa: E402
-from bench import cases_emit_python, cases_relay, cases_sql  # noqa: E402
+from bench import cases_emit_python, cases_relay, cases_sql, cases_worker  # noqa: E402
 from bench.measure import Bench, Row, progress  # noqa: E402
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="beginnings of the names of cases, separated by commas")
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
     given = parser.parse_args()
-    cases = cases_sql.CASES | cases_emit_python.CASES | cases_relay.CASES
+    cases = cases_sql.CASES | cases_emit_python.CASES | cases_relay.CASES | cases_worker.CASES
     wanted = tuple(given.only.split(",")) if given.only else ("",)
     chosen = {name: case for name, case in cases.items() if name.startswith(wanted)}
     if not chosen:

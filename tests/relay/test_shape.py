@@ -31,7 +31,8 @@ def test_drivers_stay_in_their_rooms() -> None:
         for driver in ("psycopg", "aio_pika", "aiormq", "pamqp")
     }
     assert users["psycopg"] == {"store.py"}
-    assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"publish.py"}
+    consumers = {"courier.py", "dead_letters.py", "source_amqp.py", "worker.py"}
+    assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"publish.py"} | consumers
 
 
 def test_sql_names_no_table(db: psycopg.Connection[Any]) -> None:

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from time import time
 from typing import Any
 from weakref import WeakValueDictionary
 
 import aio_pika
-import aiormq
 from aio_pika.abc import AbstractConnection
 from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import (
     AMQPError,
+    AuthenticationError,
     ChannelAccessRefused,
     ChannelClosed,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
     DeliveryError,
+    ProbableAuthenticationError,
     PublishError,
 )
 from pamqp.commands import Basic
@@ -56,20 +57,21 @@ def is_lost(connection: AbstractConnection) -> bool:
     return connection.is_closed or connection.transport is None or connection.transport.connection.is_closed
 
 
-@contextlib.asynccontextmanager
-async def unavailable() -> AsyncIterator[None]:
-    """Whatever the library raises when the broker is away, or has closed a channel."""
-    try:
-        yield
-    except asyncio.CancelledError as error:  # also what a call gets that waits when the connection is lost
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise BrokerUnavailableError("the connection was lost") from error
-    except (aiormq.exceptions.AuthenticationError, aiormq.exceptions.ProbableAuthenticationError) as error:
-        raise LoginError(f"the broker refuses the login: {describe(error)}") from error
-    except (OSError, TimeoutError, AMQPError, RuntimeError) as error:
-        raise BrokerUnavailableError(describe(error)) from error
+class unavailable:  # noqa: N801 - used like a function
+    """Around calls of the library: whatever it raises when the broker is away, or has closed a channel."""
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, asyncio.CancelledError):  # also what a call gets that waits when the connection is lost
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise BrokerUnavailableError("the connection was lost") from error
+        elif isinstance(error, AuthenticationError | ProbableAuthenticationError):
+            raise LoginError(f"the broker refuses the login: {describe(error)}") from error
+        elif isinstance(error, OSError | TimeoutError | AMQPError | RuntimeError):
+            raise BrokerUnavailableError(describe(error)) from error
 
 
 class LoginError(ConfigurationError):

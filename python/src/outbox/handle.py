@@ -236,13 +236,17 @@ def restored(incoming: Incoming, identity: UUID | None) -> Iterator[tuple[str, .
     chain = [found for one in given if (found := uuid_of(one))] if isinstance(given, list) else []
     if not chain and identity is not None:
         chain = [identity]
+    sentry = sys.modules.get("sentry_sdk")
+    if "opentelemetry.trace" not in sys.modules and sentry is None:
+        with tracking(chain) as found_chain:
+            yield found_chain
+        return
     with contextlib.ExitStack() as around:
         if "opentelemetry.trace" in sys.modules:
             from opentelemetry import context, propagate  # noqa: PLC0415 - only if the application has loaded it
 
             token = context.attach(propagate.extract(texts(incoming.headers)))
             around.callback(context.detach, token)
-        sentry = sys.modules.get("sentry_sdk")
         if sentry is not None and sentry.is_initialized():
             around.enter_context(sentry.isolation_scope())
             sentry.continue_trace(texts(incoming.headers))

@@ -107,18 +107,16 @@ class Gate:
         self._empty.set()
         self._open.set()
 
-    @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
+    async def __aenter__(self) -> None:
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
         self._empty.clear()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -313,7 +311,7 @@ class AmqpSource:
     async def _deliver(self, delivery: Delivery) -> None:
         queue = delivery.listener.queue
         self._metrics.received(queue)
-        async with self._gate.alone() if delivery.returned >= SUSPECT else self._gate.together():
+        async with self._gate.alone() if delivery.returned >= SUSPECT else self._gate:
             if self._stopping.is_set():
                 with contextlib.suppress(BrokerUnavailableError):
                     async with unavailable():
