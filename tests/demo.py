@@ -1,15 +1,17 @@
-"""A little shop: orders and their messages in one transaction, a relay, a consumer. Run by `make demo`."""
+"""A little shop: orders and their messages in one transaction, a relay, a consumer, a worker. Run by `make demo`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any, LiteralString
@@ -20,6 +22,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from psycopg import sql
 
 import databases
+from outbox import PostgresSource, Worker, emit, listen
 
 sys.path.insert(0, str(databases.ROOT / "sql" / "packaging"))
 import build  # found through the line above
@@ -191,6 +194,15 @@ async def tour(server: str, amqp_url: str, name: str) -> None:
 
             await tell_the_story(shop, consumer)
 
+            Steps.begin("A worker: retries what fails, and handles each payment once")
+            show("""
+                @listen("payment.*", queue="ledger", retry_delays=(0.1,), once=True)
+                async def book(payment, tx, attempt_count): ...   # fails at the first attempt
+
+                Worker(amqp_url, listeners=[book], connect=...)
+                """)
+            await pay(shop, dsn, Worker(amqp_url, listeners=[book], connect=partial(connect, dsn)))
+
             Steps.begin("The relay stops when it is told to")
             show("kill -TERM <relay>")
             started = time.perf_counter()
@@ -200,6 +212,42 @@ async def tour(server: str, amqp_url: str, name: str) -> None:
             if status != 0:
                 raise running.error(f"the relay ended with status {status}")
             tell("batch in hand finished, exit status 0", started)
+
+        Steps.begin("The same listener without a broker: one line differs")
+        show("Worker(source=PostgresSource(dsn), listeners=[book], connect=...)")
+        await pay(shop, dsn, Worker(source=PostgresSource(dsn), listeners=[book], connect=partial(connect, dsn)))
+
+
+def connect(dsn: str) -> Any:
+    return psycopg.AsyncConnection.connect(dsn)
+
+
+@listen("payment.*", queue="ledger", retry_delays=(0.1,), once=True)
+async def book(payment: dict[str, int], tx: Shop, attempt_count: int) -> None:
+    await tx.execute("insert into ledger values (%s, %s)", (payment["payment"], attempt_count))
+    if attempt_count == 1:
+        raise ConnectionError("the bank does not answer")
+
+
+async def pay(shop: Shop, dsn: str, worker: Worker) -> None:
+    """A payment, which the worker books at its second attempt."""
+    await shop.execute("create table if not exists ledger (payment integer, attempt integer)")
+    logging.getLogger("outbox").setLevel(logging.ERROR)  # a failure is what is to be seen here
+    task = asyncio.create_task(worker.run())
+    number = int(await run(shop, "select 1 + count(*) from ledger"))
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.wait({task, asyncio.create_task(worker.ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        started = time.perf_counter()
+        async with await connect(dsn) as connection:
+            await emit(connection, "payment.received", {"payment": number})
+        while not await run(shop, "select count(*) from ledger where payment = %s", number):  # noqa: ASYNC110 - asked
+            await asyncio.sleep(0.005)
+        taken = await run(shop, "select string_agg(attempt::text, ', ') from ledger where payment = %s", number)
+        if taken != "2":
+            raise DemoError(f"payment {number} is in the ledger from attempts {taken}")
+        tell(f"payment {number} failed, was tried again and is in the ledger once, from attempt {taken}", started)
+        worker.stop()
+        await task
 
 
 async def tell_the_story(shop: Shop, consumer: Consumer) -> None:

@@ -35,6 +35,8 @@ def test_demo_tells_its_story(shop: str, amqp_url: str) -> None:
     done = run_demo(shop, amqp_url)
     assert (done.returncode, done.stderr) == (0, "")
     assert "order 2, the rolled-back one, never arrived" in done.stdout
+    for number in (1, 2):
+        assert f"payment {number} failed, was tried again and is in the ledger once, from attempt 2" in done.stdout
     assert "\033" not in done.stdout
 
 

@@ -280,11 +280,6 @@ async def test_w8_a_message_that_kills_ends_among_the_dead(broker: Broker, start
     assert await broker.ready("other.dlq") == 0
 
 
-async def test_w9_longer_than_the_broker_allows(broker: Broker) -> None:
-    """A limit of our own comes first; the default is below the broker's 30 minutes."""
-    assert worker_on(broker, failing()[0])._source._handling._timeout < 1800  # noqa: SLF001  # type: ignore[union-attr]
-
-
 async def test_w10_acknowledging_on_a_connection_that_is_gone(
     broker: Broker, queue_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,8 +96,3 @@ class _Begun(AbstractContextManager[None], AbstractAsyncContextManager[None]):
 def accept(connection: Any, consumer: str, message_id: str) -> Any:
     """Whether this is the first time; a coroutine for that on an async connection."""
     return run(connection, Statement("select outbox.accept(%s::text, %s::text::uuid)", (consumer, message_id)), bool)
-
-
-def cleanup(connection: Any) -> Any:
-    """Whether more is left to remove."""
-    return run(connection, Statement("select (outbox.cleanup()).more", ()), bool)
