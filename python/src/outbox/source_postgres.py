@@ -49,7 +49,7 @@ class Direct(MessageRelay):
         prefetch_count: int,
         shutdown: float,
     ) -> None:
-        knobs = {"batch_size": prefetch_count, "window": 3 * prefetch_count, "lease": source.lease, "poll": source.poll}
+        knobs: dict[str, Any] = {"batch_size": prefetch_count, "window": 3 * prefetch_count, "lease": source.lease, "poll": source.poll}
         # No broker: what concerns one is not looked at.
         super().__init__(source.dsn, "amqp://", shutdown=shutdown, **knobs)
         self._store = Store(self._settings, kind="worker: ")
@@ -80,7 +80,7 @@ class Direct(MessageRelay):
         try:
             ended = await asyncio.gather(*(self._one_by_one(batch, chain) for chain in chains.values()))
             if not all(ended):
-                await self._persist(batch, self._store.release, batch.token)
+                await self._persist(batch, "release", self._store.release, [])
         finally:
             del self._batches[batch]
             self._wake.set()
@@ -126,7 +126,7 @@ class Direct(MessageRelay):
         """Sent when all succeeded. Else again while one of those that failed has a delay left, and dead after that."""
         bad = [(listener, outcome) for listener, outcome in outcomes if not isinstance(outcome, Done)]
         if not bad:
-            await self._persist(batch, self._store.mark_sent, batch.token, [message.id])
+            await self._persist(batch, "sent", self._store.mark_sent, [message.id])
             self.sent += 1
             return
         delays = [
@@ -144,9 +144,15 @@ class Direct(MessageRelay):
         where = f"{listener.queue}: " if listener else ""
         text = f"{where}{outcome.kind}: {outcome.text}" if outcome.kind else f"{where}{outcome.text}"
         counts = not isinstance(outcome, Failed) or outcome.counts
-        mark = partial(self._store.mark_failed, counts=counts, retry_in=retry_in, dead=retry_in is None)
-        reasons = [reason if retry_in is None else None]
-        await self._persist(batch, mark, batch.token, [message.id], [text], reasons)
+        mark = partial(
+            self._store.mark_failed,
+            errors=[text],
+            reasons=[reason if retry_in is None else None],
+            counts=counts,
+            retry_in=retry_in,
+            dead=retry_in is None,
+        )
+        await self._persist(batch, "failed", mark, [message.id])
         self.failed += 1
         self._last_error = text
 
