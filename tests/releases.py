@@ -79,6 +79,7 @@ def made_up(tree: Path, before: Callable[[Path], None], after: Callable[[Path], 
     # The same major as this tree's, so that its relay agrees.
     series = f"{build.Tree(ROOT).version.partition('.')[0]}.{9_000_000 + secrets.randbelow(1_000_000)}"
     old, new = f"{series}.0", f"{series}.1"
+    tree.mkdir(exist_ok=True)
     copy_tree(tree)
     before(tree)
     set_version(tree, old)

@@ -182,10 +182,10 @@ def test_alembic(tmp_path: Path, empty: str, expected: list[str], released: Path
     first = versions(examples("migrations.md")[f"versions/{name}"])
     second = versions(examples("migrations.md")["versions/0002_outbox.py"])
     if driver == "asyncpg":  # as the text says: in the same way
-        how = re.search(r"    adapted = .*\n    adapted.*\n", first)
-        assert how is not None
+        call = re.search(r"    adapted = .*\n    adapted.*\n", first)
+        assert call is not None
         begin, end = second.index("    op.get_bind()"), second.index("\n\n\ndef downgrade")
-        second = second[:begin] + how[0].replace(f'install_sql("{VERSION}")', "script").rstrip() + second[end:]
+        second = second[:begin] + call[0].replace(f'install_sql("{VERSION}")', "script").rstrip() + second[end:]
     write(
         tmp_path,
         {
