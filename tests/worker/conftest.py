@@ -81,7 +81,12 @@ class Broker:
     async def ready(self, queue: str) -> int:
         """How many messages of a queue are in nobody's hands."""
         await self._open()
-        return int((await self._channel.declare_queue(queue, passive=True)).declaration_result.message_count)
+        seen: list[int] = []
+        while len(seen) < 3 or len(set(seen[-3:])) > 1:  # an acknowledgement may still be on its way through the queue
+            if seen:
+                await asyncio.sleep(0.05)
+            seen.append((await self._channel.declare_queue(queue, passive=True)).declaration_result.message_count)
+        return seen[-1]
 
     async def filled(self, queue: str) -> None:
         """Waits for a message in a queue, and for the queue."""

@@ -410,40 +410,6 @@ async def test_w15_channels_do_not_grow(broker: Broker, monkeypatch: pytest.Monk
         assert len([one for one in opened.values() if one is not None]) == 2  # for copies, and for questions
 
 
-async def test_w16_an_alarm_blocks_retries_not_consumers(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
-    """The copy waits; other messages are still handled; nothing is sent twice."""
-    proxy = Proxy(broker.url)
-    attempts: list[int] = []
-    others: list[int] = []
-
-    @listen("a", queue="fails", retry_delays=(0.05,))
-    async def fails(_body: Any, attempt_count: int) -> None:
-        attempts.append(attempt_count)
-        if attempt_count == 1:
-            raise ValueError
-
-    @listen("b", queue="works")
-    async def works(body: int) -> None:
-        others.append(body)
-
-    async with running(worker_on(broker, fails, works)):
-        pass
-    caplog.set_level(logging.INFO)
-    worker = worker_on(Broker(broker.management, proxy.url), fails, works, declare=False)
-    async with running(worker):
-        proxy.stuck_at = b"delay_50ms"  # that connection is not read any more, as under an alarm; the other one is
-        await broker.publish("a")
-        await eventually(lambda: attempts, "the first attempt")
-        proxy.stuck_at = b""
-        await asyncio.sleep(0.3)
-        assert attempts == [1]
-        proxy.stuck.clear()
-        await broker.publish("b", 1)
-        await eventually(lambda: others == [1], "another message")
-        await eventually(lambda: attempts == [1, 2], "the retry, when the alarm is over")
-    proxy.close()
-
-
 async def test_a_broker_that_is_away_at_first(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     at = urlsplit(broker.url)
     listener, _ = failing()

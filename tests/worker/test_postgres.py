@@ -167,9 +167,9 @@ async def test_the_second_kind_is_refused(dsn: str, broker: Broker, start: Start
         assert await refused.ended() == 2
         assert "outbox: messages of this database are delivered by the other kind" in refused.log
     await start(*relay).await_log("relay ready")
-    with pytest.raises(OtherKindError, match="delivered by the other kind") as caught:
+    with pytest.raises(OtherKindError, match="delivered by the other kind") as raised:
         await Worker(source=PostgresSource(dsn), listeners=[handle]).run()
-    assert caught.value.code == "OB015"
+    assert raised.value.code == "OB015"
 
 
 async def test_stop_gives_back_what_has_not_begun(dsn: str, db: Db) -> None:
