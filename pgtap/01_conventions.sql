@@ -9,7 +9,7 @@ select unnest(array[
     'emit', 'emit_bytes', 'emit_many', 'emit_event', 'cancel', 'set_context',
     -- relay
     'hello', 'relay_settings', 'claim_batch', 'mark_sent', 'mark_failed', 'release_batch', 'extend_lease',
-    'arm_wakeup', 'disarm_wakeup', 'next_due',
+    'arm_wakeup', 'disarm_wakeup', 'next_due', 'dead_among',
     -- operator
     'stats', 'configure', 'pause', 'resume', 'version', 'cleanup', 'requeue_dead', 'purge_dead', 'wait_sent',
     'grant_emit', 'grant_relay', 'grant_consume', 'grant_monitor', 'grant_admin',
