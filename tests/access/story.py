@@ -44,6 +44,7 @@ RELAY = (
     "next_due() is null",
     f"extend_lease('{BATCH}', '1 min')",
     f"mark_failed('{BATCH}', '{{1,2,3}}', '{{x,y,é}}', '{{unroutable,rejected,unroutable}}', '{{1 h,2 h,3 h}}')",
+    "dead_among('{1,2,3}')",
     f"mark_sent('{BATCH}', '{{5,6}}')",
     f"release_batch('{BATCH}')",
     "arm_wakeup()",
