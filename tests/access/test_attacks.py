@@ -126,7 +126,7 @@ def unpinned(dsn: str, parts: dict[str, str], change: str, path: str) -> set[str
 
 
 def test_the_trap_catches(dsn: str, parts: dict[str, str]) -> None:
-    """Without the pinned path every function falls into it, but for those that name nothing, or find nothing to name."""
+    """Without the pinned path every function falls into it, but for those that name nothing, or find nothing."""
     psql(dsn, text=TRAP)
     answered = {"version()", "pause()", "dead_among('{1,2,3}')"}
     assert unpinned(dsn, parts, "reset search_path", PATHS["both"]) == answered

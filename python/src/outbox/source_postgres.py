@@ -49,7 +49,12 @@ class Direct(MessageRelay):
         prefetch_count: int,
         shutdown: float,
     ) -> None:
-        knobs: dict[str, Any] = {"batch_size": prefetch_count, "window": 3 * prefetch_count, "lease": source.lease, "poll": source.poll}
+        knobs: dict[str, Any] = {
+            "batch_size": prefetch_count,
+            "window": 3 * prefetch_count,
+            "lease": source.lease,
+            "poll": source.poll,
+        }
         # No broker: what concerns one is not looked at.
         super().__init__(source.dsn, "amqp://", shutdown=shutdown, **knobs)
         self._store = Store(self._settings, kind="worker: ")
