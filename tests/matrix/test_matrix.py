@@ -21,7 +21,7 @@ def test_every_supported_major_is_pinned() -> None:
 
 
 def test_make_runs_it_on_the_majors_named() -> None:
-    command = ["make", "--dry-run", "matrix", "ON=14 18"]
+    command = ["make", "--no-print-directory", "--dry-run", "matrix", "ON=14 18"]
     done = subprocess.run(command, cwd=databases.ROOT, capture_output=True, text=True, check=True)
     assert "tests/matrix/run.py" in done.stdout
     assert done.stdout.rstrip().endswith("14 18")

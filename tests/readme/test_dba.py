@@ -63,7 +63,7 @@ def test_named_tests_exist() -> None:
     named = NAMED.findall(PAGE)
     assert len(named) > 40
     for path, name in named:
-        file = databases.ROOT / (path if path.startswith("pgtap/") else f"tests/{path}")
+        file = databases.ROOT / (path if path.startswith(("pgtap/", "sql/")) else f"tests/{path}")
         assert file.exists(), path
         assert not name or re.search(rf"^(?:async )?def {name}\(", file.read_text(), re.MULTILINE), f"{path}::{name}"
 

@@ -212,14 +212,17 @@ def test_cleanup(run: Run, db: Db, dead: Callable[[str], int]) -> None:
     dead("order.lost")
     db.execute("select outbox.configure('dead_retention', '1 minute')")
     assert run("cleanup", "--dry-run").output == (
-        "would remove 1 dead letters, 0 dedup keys, 0 archive days, 0 archive rows\n"
+        "would remove 1 dead letters, 0 dedup keys, 0 archive days, 0 archive rows, 0 inbox rows\n"
     )
     assert dead_count(db) == 1
     db.execute(
         "insert into outbox.dedup (dedup_key, id, created_at)"
         " select n::text, n, now() - interval '1 day' from generate_series(1, 20001) as n"
     )
-    assert run("cleanup").output == "removed 1 dead letters, 20001 dedup keys, 0 archive days, 0 archive rows\n"
+    assert (
+        run("cleanup").output
+        == "removed 1 dead letters, 20001 dedup keys, 0 archive days, 0 archive rows, 0 inbox rows\n"
+    )
 
 
 def test_pause_and_resume(run: Run, db: Db, queue: Queue, start_relay: StartRelay) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -161,12 +162,12 @@ async def test_the_second_kind_is_refused(dsn: str, broker: Broker, start: Start
     @listen("#", queue="q")
     async def handle(_body: Any) -> None: ...
 
-    relay = ("relay", "--declare", "--dsn", dsn, "--amqp-url", broker.url)
+    relay = partial(start, "relay", "--declare", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=broker.url)
     async with running(Worker(source=PostgresSource(dsn), listeners=[handle])):
-        refused = start(*relay)
+        refused = relay()
         assert await refused.ended() == 2
         assert "outbox: messages of this database are delivered by the other kind" in refused.log
-    await start(*relay).await_log("relay ready")
+    await relay().await_log("relay ready")
     with pytest.raises(OtherKindError, match="delivered by the other kind") as raised:
         await Worker(source=PostgresSource(dsn), listeners=[handle]).run()
     assert raised.value.code == "OB015"
