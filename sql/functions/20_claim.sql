@@ -573,7 +573,7 @@ begin
                 m.ctid,
                 octet_length(m.body) as bytes,
                 m.expires_at,
-                v_keys and exists (
+                v_keys and m.key is not null and exists (
                     select
                     from outbox.held_key as k
                     where k.lane = m.lane
