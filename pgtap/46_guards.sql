@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(146);
+select plan(147);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -81,8 +81,10 @@ select is(outbox.mark_sent(pg_temp.token(1), array(select id from outbox.message
 
 -- Claim: what it writes down about its look for due messages.
 call pg_temp.start_over();
+select outbox.emit('later', '1', delay => '1 h') as later \gset
 select is(pg_temp.claim(1), '', 'an idle claim');
 select is(pg_temp.due_checked_at(), '-infinity', 'writes nothing down');
+delete from outbox.message;
 update outbox.horizon set due_checked_at = clock_timestamp() + interval '1 min', version = version + 1;
 select pg_temp.due_checked_at() as looked, outbox.emit('ready', '1') as ready \gset
 select is(pg_temp.claim(1), 'ready', 'a claim that does not look');
@@ -294,6 +296,7 @@ select ok((select due_at > clock_timestamp() + interval '30 min' from outbox.mes
 select is(
     (select array_agg(routing_key order by id) from outbox.message where due_at is null), array['other'], 'another key stays as it is, a newer one stands behind'
 );
+select is((select due_at from outbox.message where id = :after), 'infinity', 'it waits for the one that failed, not for a time');
 select outbox.release_batch(pg_temp.token(1)) as released \gset
 select is(pg_temp.claim(1), 'due due too older failed other', 'an older one comes back before it, a newer one waits');
 

@@ -1,6 +1,6 @@
 -- Station 60: stats() and message_status tell the same about every message.
 \ir setup.psql
-select plan(73);
+select plan(74);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 create function pg_temp.claim(n integer, batch_size integer = 500, lease interval = '30 s') returns text language plpgsql as $function$
@@ -170,6 +170,8 @@ values
 select is((select (s.sent_last_hour, s.worst_time_to_send)::text from outbox.stats() as s), '(13,02:00:00)', 'minutes of the last hour count');
 insert into outbox.tally (settled_at, first_id, sent, took, worst) values (clock_timestamp() - interval '61 min', 1, 1000, '1 s', '1 day');
 select is((select s.sent_last_hour from outbox.stats() as s), 13::bigint, 'what is older does not');
+delete from outbox.tally_minute;
+select is((select sent_last_hour from outbox.stats()), (select sum(sent) from outbox.tally where first_id <> 1)::bigint, 'nor before any minute was folded');
 delete from outbox.tally;
 delete from outbox.tally_minute;
 insert into outbox.tally (settled_at, first_id, sent, took, worst) values (clock_timestamp() - interval '2 min', 1, 7, '7 s', '1 s'), (clock_timestamp(), 2, 1, '1 s', '1 s');
