@@ -113,6 +113,7 @@ declare
     v_suspect   smallint;
     v_safe_id   bigint;
     v_look_due  boolean;
+    v_due       boolean;
     v_held      boolean;
     v_candidates refcursor;
     v_candidate record;
@@ -161,9 +162,9 @@ begin
     from outbox.horizon as h
     order by h.version desc
     limit 1;
+    v_look_due := coalesce(v_look_due, true);
     -- Two looks that spare most claims 128.
-    v_look_due := coalesce(v_look_due, true)
-        and exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
+    v_due := v_look_due and exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
     v_held := exists (select from outbox.held_key);
     -- What may have killed a relay leaves alone: taken with empty hands, and nothing beside it until it is settled. Every
     -- other claim begins with it.
@@ -213,7 +214,7 @@ begin
               (
                   select true
                   from outbox.message as m
-                  where v_look_due
+                  where v_due
                     and m.lane = l.lane
                     and m.due_at is not null
                     and m.due_at <> 'infinity'
@@ -271,7 +272,7 @@ begin
             -- Read under the lane's lock: the sweep, when it voids the proof, takes that lock as well.
             v_safe_id := (select h.safe_id from outbox.horizon as h order by h.version desc limit 1);
             v_quota := claim_batch.batch_size - cardinality(v_ids);
-            v_part := outbox._take(v_lane, v_quota, claim_batch.max_bytes - v_bytes, v_ids = '{}', v_now, v_look_due, v_safe_id);
+            v_part := outbox._take(v_lane, v_quota, claim_batch.max_bytes - v_bytes, v_ids = '{}', v_now, v_due, v_safe_id);
         end if;
 
         update outbox.lane as x

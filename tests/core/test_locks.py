@@ -26,10 +26,6 @@ CALLS = {
     "emit()": ("", "select outbox.emit('a', '1', key => 'k')"),
     "emit() with dedup_key": ("", "select outbox.emit('a', '1', dedup_key => 'd')"),
     "claim_batch()": ("select outbox.emit('a', '1')", f"select * from outbox.claim_batch({BATCH})"),
-    "claim_batch() with delayed messages": (
-        "select outbox.emit('a', '1'), outbox.emit('a', '1', delay => '1 h')",
-        f"select * from outbox.claim_batch({BATCH})",
-    ),
     "mark_sent()": ("select outbox.emit('a', '1')", f"select outbox.mark_sent({BATCH}, {IDS})"),
     "mark_sent() with retention": (
         f"{KEEP}; select outbox.emit('a', '1')",
