@@ -24,7 +24,7 @@ create function pg_temp.name_of(n integer) returns text language sql as $$select
 create procedure pg_temp.day(n integer, messages integer = 1) language plpgsql as $function$
 begin
     execute format(
-        'create table outbox.%I partition of outbox.archive (primary key (id, sent_at)) for values from (%L) to (%L)',
+        'create table outbox.%I partition of outbox.archive for values from (%L) to (%L)',
         'archive_' || pg_temp.name_of(n), pg_temp.today(n), pg_temp.today(n + 1)
     );
     call pg_temp.kept(pg_temp.today(n), messages);

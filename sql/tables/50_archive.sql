@@ -18,9 +18,9 @@ create table outbox.archive (
     body         bytea       not null
 ) partition by range (sent_at);
 
--- The key stands on each partition and not on the whole: pg_dump writes the days, which no extension owns, with their keys,
--- and a restore would find that attaching them had made those keys already. The id alone may come twice, after a restore.
--- No table options: rows are only inserted, and the days are dropped whole.
+-- Indexes stand on each partition and not on the whole: pg_dump writes the days, which no extension owns, with their indexes,
+-- and a restore would find that attaching them had made those already. The days have no key: see _make_days().
+-- The id alone may come twice, after a restore. No table options: rows are only inserted, and the days are dropped whole.
 create table outbox.archive_default partition of outbox.archive (
     constraint archive_default_pkey primary key (id, sent_at)
 ) default;

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 import databases
-from bench.measure import Bench, Case, Contender, Row, compare
+from bench.measure import Bench, Case, Contender, Row, compare, progress, ratio
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -303,17 +303,13 @@ def burdened_step(connection: Connection) -> int:
 
 def floor(bench: Bench) -> Iterator[Row]:
     """The same drain while something keeps vacuum from removing what was settled."""
-    count = bench.size(500_000, 100_000)
+    count, rounds = bench.size(500_000, 100_000), bench.size(5, 1)
     with bench.database() as dsn, connect(dsn) as connection:
 
-        def alone() -> float:
-            reset(connection, count)
-            return drain(lambda: claim_and_mark(connection))
-
-        def under(hold: Callable[[str], object]) -> Callable[[], float]:
+        def under(hold: Callable[[str], AbstractContextManager[None]]) -> Callable[[], float]:
             def measure() -> float:
                 reset(connection, count)
-                with hold(dsn):  # type: ignore[attr-defined]
+                with hold(dsn):
                     return drain(lambda: claim_and_mark(connection))
 
             return measure
@@ -329,33 +325,41 @@ def floor(bench: Bench) -> Iterator[Row]:
                     done += max(burdened_step(connection), 0)
                 return done / (time.perf_counter() - begun)
 
-        for name, measure, reach in (
-            ("with a snapshot held", under(snapshot), 0.9),
-            ("with a writer open", under(writer), 0.8),
-            ("snapshot, failing and scheduled", everything, 0.8),
-        ):
-            contenders = [Contender(name, measure), Contender("alone", alone)]
-            yield from compare(f"floor, {name}", contenders, bench.size(3, 1), {"alone": reach})
+        alone = Contender("alone", under(lambda _: nullcontext()))
+        others = [
+            Contender("with a snapshot held", under(snapshot)),
+            Contender("with a writer open", under(writer)),
+            Contender("snapshot, failing and scheduled", everything),
+        ]
+        for _ in compare("floor", [alone, *others], rounds, {}):
+            pass
+    for other, reach in zip(others, (0.9, 0.8, 0.8), strict=True):
+        yield ratio(f"floor, {other.name}", other, alone, reach)
 
 
 def small_batches(bench: Bench) -> Iterator[Row]:
-    """Ten thousand batches of five under one snapshot: the last fifth against the first, by the median batch."""
-    batches, rounds = bench.size(10_000, 3_000), bench.size(3, 1)
-
-    def measure(dsn: str, connection: Connection) -> tuple[float, float]:
-        reset(connection, batches * 5)
-        took = []
-        with snapshot(dsn):
-            for _ in range(batches):
-                begun = time.perf_counter()
-                claim_and_mark(connection, 5)
-                took.append(time.perf_counter() - begun)
-        return 1 / median(took[: batches // 5]), 1 / median(took[-batches // 5 :])
-
-    with bench.database() as dsn, connect(dsn) as connection:
-        first, last = (iter(rates) for rates in zip(*(measure(dsn, connection) for _ in range(rounds)), strict=True))
-    contenders = [Contender("the last fifth", lambda: next(last)), Contender("the first fifth", lambda: next(first))]
-    yield from compare(f"{batches} batches of 5, snapshot", contenders, rounds, {"the first fifth": 0.9})
+    """Batches of five after eight thousand of them under one snapshot, and after none, in turn, by the median batch."""
+    before, batches, rounds = bench.size(8_000, 2_400), bench.size(2_000, 600), bench.size(3, 1)
+    late, early = Contender(f"after {before}", lambda: 0), Contender("at the start", lambda: 0)
+    for number in range(rounds):
+        with bench.database() as old, bench.database() as new, connect(old) as worn, connect(new) as fresh:
+            reset(worn, (before + batches) * 5)
+            reset(fresh, (before + batches) * 5)
+            with snapshot(old), snapshot(new):
+                for batch in range(before):
+                    if batch % 100 == 0:
+                        progress(f"small batches: round {number + 1} of {rounds}, {batch} of {before}")
+                    claim_and_mark(worn, 5)
+                claim_and_mark(fresh, 5)  # its first reads the catalog
+                took: dict[str, list[float]] = {late.name: [], early.name: []}
+                for _ in range(batches):
+                    for contender, connection in ((late, worn), (early, fresh)):
+                        begun = time.perf_counter()
+                        claim_and_mark(connection, 5)
+                        took[contender.name].append(time.perf_counter() - begun)
+        for contender in (late, early):
+            contender.rates.append(1 / median(took[contender.name]))
+    yield ratio("batches of 5, snapshot", late, early, 0.9)
 
 
 def backlog(bench: Bench) -> Iterator[Row]:

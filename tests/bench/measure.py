@@ -42,9 +42,13 @@ def compare(case: str, contenders: list[Contender], rounds: int, reach: dict[str
             contender.rates.append(contender.measure())
     ours, *others = contenders
     for other in others:
-        ratios = [a / b for a, b in zip(ours.rates, other.rates, strict=True)]
-        rates = {c.name: round(statistics.median(c.rates), 1) for c in (ours, other)}
-        yield Row(case, other.name, statistics.median(ratios), min(ratios), max(ratios), reach.get(other.name), rates)
+        yield ratio(case, ours, other, reach.get(other.name))
+
+
+def ratio(case: str, ours: Contender, other: Contender, reach: float | None) -> Row:
+    ratios = [a / b for a, b in zip(ours.rates, other.rates, strict=True)]
+    rates = {c.name: round(statistics.median(c.rates), 1) for c in (ours, other)}
+    return Row(case, other.name, statistics.median(ratios), min(ratios), max(ratios), reach, rates)
 
 
 def progress(text: str) -> None:
