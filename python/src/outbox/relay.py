@@ -72,7 +72,9 @@ class MessageRelay:
         self._tested = asyncio.Event()
         self._started = False
         self._connecting = asyncio.Lock()
-        self._armed = False
+        self._armed = False  # emits ring the bell
+        self._rang = False  # the last sleep ended before its time
+        self._busy = False  # messages were found since then
         self._looked = self._found = monotonic()  # when a claim was last tried, and when one found messages
         self._in_vain = False  # the bell rang, and there was nothing
         self._problems: dict[str, str] = {}
@@ -145,14 +147,21 @@ class MessageRelay:
         while True:
             self._wake.clear()  # what happens from here on ends the next pause
             self._turned = monotonic()
+            if self._publisher is not None and not self._publisher.is_open:
+                await self._disarm()  # nobody sleeps: emits need not ring all through an outage
             publisher = None if self._stopping.is_set() else await self._broker()
             if publisher is None:
                 return
             self._report("sending", publisher.trouble)
             size = self._room(publisher)
             if not size:
+                await self._disarm()
                 await self._pause(0.2)
             elif batch := await self._claim(size):
+                # One that came alone leaves the bell armed: it is heard, not waited for, and so is the next.
+                if self._busy or len(batch.messages) == size:
+                    await self._disarm()
+                self._busy = True
                 if len(batch.messages) < size:
                     await self._pause(SOON)
             elif self._batches:
@@ -192,30 +201,35 @@ class MessageRelay:
         self._found, self._in_vain = begun, False
         batch = Batch(token, messages, begun, begun, self._store.sessions)
         self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+        return batch
+
+    async def _disarm(self) -> None:
         if self._armed:
             self._armed = False
-            await asyncio.sleep(0)  # the batch goes first
             await self._ask(self._store.disarm_wakeup(), None)
-        return batch
 
     async def _sleep(self, size: int) -> None:
         """Until messages come in, one is due, the poll interval is over, or stop() is called."""
         seconds = self._settings.poll
         if self._listening:
-            self._armed = bool(await self._ask(self._store.arm_wakeup(), None))
-            if not self._armed:  # a transaction with a message in it is open
-                await self._pause(self._soon())
-                return
-            # What was committed before we armed rang no bell: look once more.
-            if await self._claim(size):
-                return
+            # After a sleep that nothing ended we ask again: it may be the bell of another relay, which is gone by now.
+            if not (self._armed and self._rang):
+                self._armed = bool(await self._ask(self._store.arm_wakeup(), None))
+                if not self._armed:  # a transaction with a message in it is open
+                    await self._pause(self._soon())
+                    return
+                # What was committed before we armed rang no bell: look once more.
+                if await self._claim(size):
+                    self._busy = True
+                    return
             seconds = min(seconds, SLEEP_MOST)
+        self._busy = False
         due = await self._ask(self._store.next_due(), None)
         await self._pause(seconds if due is None else min(seconds, max(due, SOON)))
         if self._in_vain:
             # Anybody can ring the bell: once it has led to nothing, it is not followed at once.
             await asyncio.sleep(self._looked + self._soon() - monotonic())
-        self._in_vain = self._wake.is_set()
+        self._in_vain = self._rang = self._wake.is_set()
 
     def _soon(self) -> float:
         return SOON + min(monotonic() - self._found, 1.0) * (SOON_MOST - SOON)
@@ -460,6 +474,7 @@ class MessageRelay:
         try:
             answer = await call
         except (UnavailableError, ConfigurationError) as error:
+            self._armed = False  # with the session
             self._failed("database", error)
             await self._back_off("database")
             return otherwise
