@@ -175,8 +175,8 @@ class MessageRelay:
     def _room(self, publisher: Publisher) -> int:
         """How many may be claimed now.
 
-        What is not marked is sent again should we die: so the window counts from the claim to the mark. A claim's
-        commit also makes the marks before it durable, so that a crash of the database brings back no more than that.
+        What is not marked is sent again should we die: so the window counts from the claim to the mark. When a claim
+        hands out messages the marks before it are on disk: a crash of the database brings back no more than that.
         """
         later = "broker" in self._backoff and monotonic() < self._backoff["broker"][0]
         if later or publisher.trouble or self._unsettled or self._careful or len(self._batches) >= MOST_BATCHES:
