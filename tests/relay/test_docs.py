@@ -1,4 +1,4 @@
-"""The files of docs/ for an operator: the unit, the container file, and the alert rules on the real /metrics."""
+"""The files of docs/ for an operator: the unit, and the alert rules on the real /metrics."""
 
 from __future__ import annotations
 
@@ -42,18 +42,6 @@ def test_unit(tmp_path: Path) -> None:
     )
     done = subprocess.run(["systemd-analyze", "verify", place], capture_output=True, text=True, check=False)
     assert "outbox-relay" in done.stdout + done.stderr  # it does look
-
-
-def test_container_file() -> None:
-    text = (DOCS / "Containerfile").read_text()
-    entry, command, health = (
-        json.loads(re.findall(rf"^{word} (\[.*\])$", text, re.MULTILINE)[0])
-        for word in ("ENTRYPOINT", "CMD", "HEALTHCHECK CMD")
-    )
-    assert entry == ["outbox"]
-    options = cli.parser().parse_args(command)
-    assert options.http.rpartition(":")[2] in text
-    compile(health[2], "HEALTHCHECK", "exec")
 
 
 def test_rules_can_be_read() -> None:

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ if LONG:
     QUEUE_POINTS += ["received", "before the copy", "before the ack", "acked"]
     TABLE_POINTS += ["received", "before the mark", "marked", "before the retry is marked", "retry marked"]
 TIMES = 200
-BODIES = range(1, 7)
+MESSAGES = 6
 
 Publish = Callable[[int], Awaitable[object]]
 
@@ -48,27 +48,28 @@ class Scene:
     def effects(self, name: str) -> Counter[int]:
         return Counter(row[0] for row in self.db.execute("select n from effect where name = %s", [name]))
 
-    def complete(self) -> bool:
+    def complete(self, bodies: Iterable[int]) -> bool:
         """Every message has had its effects, and each odd one was refused once on the way."""
         again, once = self.effects("again"), self.effects("once")
-        return all(again[body] >= 1 + body % 2 and once[body] for body in BODIES)
+        return all(again[body] >= 1 + body % 2 and once[body] for body in bodies)
 
     async def kill(self, points: list[str], rounds: int, publish: Publish) -> None:
         chance = random.Random(points[0])  # noqa: S311 - the same rounds each time
-        for _ in range(rounds):
-            self.db.execute("truncate effect, outbox.inbox")
-            for body in BODIES:
+        for number in range(rounds):
+            # Others each time: a copy may be left of a message that was handled.
+            bodies = range(number * MESSAGES + 1, (number + 1) * MESSAGES + 1)
+            for body in bodies:
                 await publish(body)
             for point in points:
-                nth = chance.randint(1, len(BODIES) // 2) if len(points) == 1 and point != "claimed" else 1
+                nth = chance.randint(1, MESSAGES // 2) if len(points) == 1 and point != "claimed" else 1
                 killed = self._start("worker", "killed:worker", **self._environment, KILL_AT=point, KILL_NTH=str(nth))
                 assert await killed.ended() == -9, killed.log
             last = self._start("worker", "killed:worker", **self._environment)
-            await eventually(self.complete, "an effect of every message")
+            await eventually(lambda bodies=bodies: self.complete(bodies), "an effect of every message")  # type: ignore[misc]
             await eventually(lambda: not waiting(self.db), "an empty outbox")
             last.process.terminate()
             assert await last.ended() == 0
-            assert self.effects("once") == dict.fromkeys(BODIES, 1)
+        assert self.effects("once") == dict.fromkeys(range(1, rounds * MESSAGES + 1), 1)
 
 
 @pytest.mark.timeout(LIMIT)
@@ -82,8 +83,7 @@ async def test_consuming_from_a_queue(  # noqa: PLR0917 - fixtures
         pass
     scene = Scene(db, start, tmp_path, SOURCE=queue_type, OUTBOX_AMQP_URL=broker.url)
     await scene.kill(points, TIMES // len(QUEUE_POINTS) + 1 if LONG else 1, lambda body: broker.publish("a", body))
-    left = [f"{name}{suffix}" for name in ("once", "again") for suffix in ("", ".dlq")]
-    assert [await broker.ready(name) for name in left] == [0] * 4
+    assert [await broker.ready(f"{name}.dlq") for name in ("once", "again")] == [0, 0]
 
 
 @pytest.mark.timeout(LIMIT)
