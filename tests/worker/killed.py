@@ -1,7 +1,7 @@
 """A worker that kills itself, as kill -9 does, at the point that KILL_AT names, when it gets there the KILL_NTH time.
 
-Its listeners leave effects in the database: `once` exactly one for each message, `again` one for each call. Messages come
-from the kind of queue that SOURCE names, or straight from the database.
+Its listeners leave effects in the database: `once` exactly one for each message, `again` one for each call. Messages
+come from the kind of queue that SOURCE names, or straight from the database.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from outbox import Reject, emit, get_tracking_ids, listen
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db: Db) -> None:
+async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db: Db, queue_type: str) -> None:
     chain = [str(uuid4()) for _ in range(3)]
     seen: list[Any] = []
 
@@ -32,7 +32,11 @@ async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db:
     def in_thread(_body: Any) -> None:
         seen.append((get_tracking_ids(), get_tracking_ids()))
 
-    async with running(worker_on(broker, handle, in_thread, connect=lambda: psycopg.AsyncConnection.connect(dsn))):
+    async with running(
+        worker_on(
+            broker, handle, in_thread, connect=lambda: psycopg.AsyncConnection.connect(dsn), queue_type=queue_type
+        )
+    ):
         await broker.publish("a", headers={"x-outbox-tracking-ids": chain}, message_id=chain[-1])
         await eventually(lambda: len(seen) == 2, "both listeners")
     assert seen == [(tuple(chain), tuple(chain))] * 2
@@ -161,6 +165,22 @@ async def test_metrics_can_be_left_off(broker: Broker) -> None:
         await eventually(lambda: seen, "a message")
     labels = {"queue": "unmeasured", "exchange_name": "outbox"}
     assert prometheus_client.REGISTRY.get_sample_value("outbox_messages_received_total", labels) is None
+
+
+async def test_no_library_logs_a_body(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    """Received, tried again and dead, in a program that logs everything."""
+    caplog.set_level(logging.DEBUG)
+
+    @listen("a", queue="q", retry_delays=(0.05,))
+    async def handle(_body: Any) -> None:
+        raise ValueError
+
+    async with running(worker_on(broker, handle)):
+        await broker.publish("a", {"secret": "canary in the body"}, headers={"h": "canary in a header"})
+        await broker.filled("q.dlq")
+    assert "DEBUG" in {record.levelname for record in caplog.records}
+    assert "dead letter" in caplog.messages
+    assert "canary" not in caplog.text
 
 
 async def test_the_log_has_constant_messages_and_fields(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
