@@ -195,7 +195,7 @@ async def test_worker(place: Place, outbox: RunOutbox, caplog: pytest.LogCapture
 
     caplog.set_level("WARNING", "outbox")
     assert await tried(place.amqp("good")) == []
-    assert await tried(f"amqp://127.0.0.1:1/, {place.amqp('good')}") == []  # of several, the first that answers
+    assert await tried(f"amqps://127.0.0.1:1/, {place.amqp('good')}") == []  # of several, the first that answers
     client = {"amqp_cert": place.files("client.crt"), "amqp_key": place.files("client.key")}
     assert await tried(place.amqp("asks-client"), **client) == []
     for name in SAYS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -399,6 +400,42 @@ async def test_w14_the_end_does_not_wait_for_what_never_ends(
     assert (await broker.ready("thread"), await broker.ready("task")) == (1, 1)
 
 
+PATIENT = """
+import asyncio, os, pathlib
+from outbox import Worker, listen
+
+@listen("a", queue="q")
+async def handle(body: int):
+    print("begun", body, flush=True)
+    while not pathlib.Path(f"go on {body}").exists():
+        await asyncio.sleep(0.01)
+
+worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle])
+"""
+
+
+async def test_the_first_signal_lets_it_finish_the_second_does_not(
+    broker: Broker, start: StartProcess, tmp_path: Path
+) -> None:
+    (tmp_path / "app.py").write_text(PATIENT)
+    for number, first in enumerate((signal.SIGINT, signal.SIGTERM)):
+        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+        await one.await_log("worker ready")
+        await broker.publish("a", number)
+        await one.await_log(f"begun {number}")
+        one.process.send_signal(first)
+        await one.await_log("stopping")
+        if first == signal.SIGINT:
+            assert one.process.poll() is None
+            (tmp_path / f"go on {number}").touch()
+            assert await one.ended() == 0
+            assert await broker.ready("q") == 0
+        else:
+            one.process.send_signal(first)
+            assert await one.ended() == 128 + signal.SIGTERM
+            await broker.filled("q")
+
+
 async def test_what_runs_is_finished_and_what_came_late_goes_back(broker: Broker, queue_type: str) -> None:
     begun: list[int] = []
     done: list[int] = []
@@ -448,11 +485,14 @@ async def test_a_broker_that_is_away_at_first(broker: Broker, caplog: pytest.Log
     await asyncio.wait_for(task, 5)
 
 
-async def test_a_login_that_is_refused(broker: Broker) -> None:
+async def test_a_login_that_is_refused(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     at = urlsplit(broker.url)
-    stranger = Broker(broker.management, at._replace(netloc=f"nobody:x@{at.hostname}:{at.port}").geturl())
-    with pytest.raises(ConfigurationError, match="refuses the login"):
-        await asyncio.wait_for(worker_on(stranger, failing()[0]).run(), 20)
+    stranger = Broker(broker.management, at._replace(netloc=f"nobody:canary@{at.hostname}:{at.port}").geturl())
+    worker = worker_on(stranger, failing()[0])
+    with pytest.raises(ConfigurationError, match="refuses the login") as raised:
+        await asyncio.wait_for(worker.run(), 20)
+    source: Any = worker._source  # noqa: SLF001 - what a traceback with local values would show
+    assert "canary" not in f"{raised.value} {caplog.text} {source._settings}"  # noqa: SLF001 - as above
 
 
 async def test_a_queue_that_is_there_and_differs(broker: Broker) -> None:
