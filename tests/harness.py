@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import struct
@@ -15,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,6 +161,22 @@ class Finished:
 
 
 RunOutbox = Callable[..., Finished]
+
+
+def on_terminal(arguments: Sequence[str], environment: Mapping[str, str], keys: str = "") -> tuple[int, str]:
+    """Runs `outbox ...` on a terminal, where somebody types: its exit status, and what is to be seen there."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "outbox", *arguments], env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    os.write(ours, keys.encode())
+    seen = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while data := os.read(ours, 4096):
+            seen += data
+    os.close(ours)
+    return child.wait(3 * PATIENCE), seen.decode().replace("\r\n", "\n")
 
 
 class Page:

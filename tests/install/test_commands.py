@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pty
 import re
 import secrets
 import shutil
@@ -25,6 +24,7 @@ import build
 import databases
 import releases as made
 from databases import ROOT, SERVER, assert_same, fingerprint, psql, query
+from harness import on_terminal
 from outbox import cli
 from outbox.install import from_clone
 from releases import Releases
@@ -78,24 +78,7 @@ class Command:
 
     def typed(self, *arguments: str, keys: str) -> tuple[int, str]:
         """On a terminal, where somebody types."""
-        ours, theirs = pty.openpty()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "outbox", *arguments],
-            env=self.environment(),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-        )
-        os.close(theirs)
-        os.write(ours, keys.encode())
-        seen = b""
-        try:
-            while data := os.read(ours, 4096):
-                seen += data
-        except OSError:  # the other end is closed
-            pass
-        os.close(ours)
-        return child.wait(60), seen.decode().replace("\r\n", "\n")
+        return on_terminal(arguments, self.environment(), keys)
 
 
 Login = Callable[[], str]

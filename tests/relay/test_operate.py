@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import secrets
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from harness import PATIENCE, Db, Finished, Queue, RunOutbox, StartRelay, emit, waiting
+from harness import PATIENCE, Db, Finished, Queue, RunOutbox, StartRelay, emit, on_terminal, waiting
 
 Run = Callable[..., Finished]
 
@@ -25,26 +24,7 @@ def run(outbox: RunOutbox, dsn: str) -> Run:
 
 @pytest.fixture
 def type_in(dsn: str) -> Callable[..., tuple[int, str]]:
-    """Runs the command on a terminal, where somebody types."""
-
-    def run(*arguments: str, keys: str = "") -> tuple[int, str]:
-        ours, theirs = pty.openpty()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "outbox", *arguments],
-            env=os.environ | {"OUTBOX_DSN": dsn}, stdin=theirs, stdout=theirs, stderr=theirs,
-        )  # fmt: skip
-        os.close(theirs)
-        os.write(ours, keys.encode())
-        seen = b""
-        try:
-            while data := os.read(ours, 4096):
-                seen += data
-        except OSError:  # the other end is closed
-            pass
-        os.close(ours)
-        return child.wait(PATIENCE), seen.decode().replace("\r\n", "\n")
-
-    return run
+    return lambda *arguments, keys="": on_terminal(arguments, os.environ | {"OUTBOX_DSN": dsn}, keys)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import guardian
@@ -17,6 +19,8 @@ import pytest
 import databases
 import servers
 from harness import RunOutbox
+from outbox import Worker, listen
+from outbox.errors import ConfigurationError
 from outbox.tls import database_tls
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(120)]
@@ -172,6 +176,38 @@ def test_broker_without_tls(place: Place, outbox: RunOutbox) -> None:
     done = outbox("relay", "--once", OUTBOX_DSN=place.plain, OUTBOX_AMQP_URL=at)
     assert done.status == 1
     assert len(done.errors) == 1
+
+
+async def test_worker(place: Place, outbox: RunOutbox, caplog: pytest.LogCaptureFixture) -> None:
+    @listen("a", queue="tls")
+    async def handle(_body: Any) -> None: ...
+
+    async def tried(url: str, ca: str = place.files("authority.crt"), **files: str) -> list[str]:
+        """Until it is ready, or has found out that it cannot: why."""
+        caplog.clear()
+        worker = Worker(url, listeners=[handle], amqp_ca=ca, **files)  # type: ignore[arg-type]
+        task = asyncio.create_task(worker.run())
+        while not (worker.ready.is_set() or caplog.records or task.done()):  # noqa: ASYNC110 - a log has no event
+            await asyncio.sleep(0.01)
+        worker.stop()
+        await task
+        return [record.error for record in caplog.records if record.levelname == "WARNING"]  # type: ignore[attr-defined]
+
+    caplog.set_level("WARNING", "outbox")
+    assert await tried(place.amqp("good")) == []
+    assert await tried(f"amqps://127.0.0.1:1/, {place.amqp('good')}") == []  # of several, the first that answers
+    client = {"amqp_cert": place.files("client.crt"), "amqp_key": place.files("client.key")}
+    assert await tried(place.amqp("asks-client"), **client) == []
+    for name in SAYS:
+        assert "certificate verify failed" in (await tried(place.amqp(name)))[0]
+    assert "certificate verify failed" in (await tried(place.amqp("good"), ca=""))[0]
+    with pytest.raises(ConfigurationError, match="must not say 'no_verify_ssl'"):
+        await tried(place.amqp("good", more="?no_verify_ssl=1"))
+    at = {"OUTBOX_AMQP_URL": place.amqp("asks-client"), "OUTBOX_AMQP_CA": place.files("authority.crt")}
+    assert outbox("dlq", "list", "tls", **at).status == 1
+    shown = {f"OUTBOX_{name.upper()}": file for name, file in client.items()}
+    done = outbox("dlq", "list", "tls", **at, **shown)
+    assert done.status == 0, done.log
 
 
 def test_broker_that_wants_a_certificate(place: Place, outbox: RunOutbox) -> None:

@@ -63,12 +63,14 @@ async def test_w9_longer_than_the_broker_allows(pair: servers.Servers, caplog: p
     pair.rabbitmq.ctl("eval", "application:set_env(rabbit, channel_tick_interval, 500).")
     broker = Own(pair)
     seen: list[int] = []
+    again = asyncio.Event()
 
     @listen("slow", queue="slow")
     async def handle(body: int) -> None:
         seen.append(body)
-        if len(seen) == 1:
-            await asyncio.sleep(6)
+        if len(seen) == 2:
+            again.set()
+        await again.wait()
 
     async with running(worker_on(broker, handle)):
         await broker.publish("slow", 1)

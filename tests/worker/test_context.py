@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -10,15 +11,15 @@ import prometheus_client
 import psycopg
 import pytest
 from opentelemetry import propagate, trace
-from worker.conftest import Broker, eventually, running, worker_on
+from worker.conftest import Broker, StartProcess, eventually, running, worker_on
 
-from harness import Db
+from harness import Db, waiting
 from outbox import Reject, emit, get_tracking_ids, listen
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db: Db) -> None:
+async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db: Db, queue_type: str) -> None:
     chain = [str(uuid4()) for _ in range(3)]
     seen: list[Any] = []
 
@@ -31,7 +32,11 @@ async def test_the_chain_is_restored_and_continued(broker: Broker, dsn: str, db:
     def in_thread(_body: Any) -> None:
         seen.append((get_tracking_ids(), get_tracking_ids()))
 
-    async with running(worker_on(broker, handle, in_thread, connect=lambda: psycopg.AsyncConnection.connect(dsn))):
+    async with running(
+        worker_on(
+            broker, handle, in_thread, connect=lambda: psycopg.AsyncConnection.connect(dsn), queue_type=queue_type
+        )
+    ):
         await broker.publish("a", headers={"x-outbox-tracking-ids": chain}, message_id=chain[-1])
         await eventually(lambda: len(seen) == 2, "both listeners")
     assert seen == [(tuple(chain), tuple(chain))] * 2
@@ -72,6 +77,50 @@ async def test_the_trace_is_restored(broker: Broker, dsn: str, db: Db) -> None:
     assert row is not None
     assert row[0].split("-")[1] == TRACE.split("-")[1]
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+SENTRY = """
+import asyncio, os, psycopg, sentry_sdk
+from outbox import Worker, emit, listen
+
+sentry_sdk.init(traces_sample_rate=1.0, default_integrations=False)
+DSN = os.environ["OUTBOX_DSN"]
+
+@listen("a", queue="task", once=True)
+async def handle(body: str, tx):
+    await asyncio.sleep(0.2)  # all of them are under way at once
+    await emit(tx, f"task.{body}", {})
+
+@listen("a", queue="thread")
+def in_thread(body: str):
+    with psycopg.connect(DSN) as connection:
+        emit(connection, f"thread.{body}", {})
+
+worker = Worker(
+    os.environ["OUTBOX_AMQP_URL"], listeners=[handle, in_thread], connect=lambda: psycopg.AsyncConnection.connect(DSN)
+)
+"""
+
+
+async def test_the_trace_of_sentry_is_restored(
+    broker: Broker, dsn: str, db: Db, start: StartProcess, tmp_path: Path
+) -> None:
+    """In a process of its own: Sentry belongs to a whole one."""
+    (tmp_path / "app.py").write_text(SENTRY)
+    await start("worker", "app:worker", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=broker.url).await_log("worker ready")
+    traces = {"one": uuid4().hex, "two": uuid4().hex}
+    for name, trace_id in traces.items():
+        headers = {"sentry-trace": f"{trace_id}-{'b' * 16}-1", "baggage": f"sentry-trace_id={trace_id},tenant=north"}
+        await broker.publish("a", name, headers=headers)
+    await broker.publish("a", "none")
+    await eventually(lambda: waiting(db) == 6, "what the listeners emit")
+    rows = db.execute("select routing_key, headers ->> 'sentry-trace', headers ->> 'baggage' from outbox.message")
+    found = {key: (trace.split("-")[0], baggage) for key, trace, baggage in rows}
+    for place in ("task", "thread"):
+        for name, trace_id in traces.items():
+            assert found[f"{place}.{name}"][0] == trace_id
+            assert f"sentry-trace_id={trace_id}" in found[f"{place}.{name}"][1]
+        assert found[f"{place}.none"][0] not in traces.values()
 
 
 async def test_metrics(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +165,22 @@ async def test_metrics_can_be_left_off(broker: Broker) -> None:
         await eventually(lambda: seen, "a message")
     labels = {"queue": "unmeasured", "exchange_name": "outbox"}
     assert prometheus_client.REGISTRY.get_sample_value("outbox_messages_received_total", labels) is None
+
+
+async def test_no_library_logs_a_body(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    """Received, tried again and dead, in a program that logs everything."""
+    caplog.set_level(logging.DEBUG)
+
+    @listen("a", queue="q", retry_delays=(0.05,))
+    async def handle(_body: Any) -> None:
+        raise ValueError
+
+    async with running(worker_on(broker, handle)):
+        await broker.publish("a", {"secret": "canary in the body"}, headers={"h": "canary in a header"})
+        await broker.filled("q.dlq")
+    assert "DEBUG" in {record.levelname for record in caplog.records}
+    assert "dead letter" in caplog.messages
+    assert "canary" not in caplog.text
 
 
 async def test_the_log_has_constant_messages_and_fields(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,13 +11,13 @@ from outbox import Listener, Reject
 
 
 @pytest.fixture
-async def ids(broker: Broker) -> list[str]:
+async def ids(broker: Broker, queue_type: str) -> list[str]:
     """Three dead letters of the queue q."""
 
     async def handle(body: Any) -> None:
         raise Reject(f"no {body}")
 
-    async with running(worker_on(broker, Listener("a.*", handle, "q"))):
+    async with running(worker_on(broker, Listener("a.*", handle, "q"), queue_type=queue_type)):
         found = [await broker.publish("a.b", number) for number in range(3)]
         while await broker.ready("q.dlq") < 3:
             pass
@@ -41,14 +41,14 @@ async def test_list_and_show(broker: Broker, start: StartProcess, ids: list[str]
     assert await broker.ready("q.dlq") == 3, "looking takes nothing away"
 
 
-async def test_requeue(broker: Broker, start: StartProcess, ids: list[str]) -> None:
+async def test_requeue(broker: Broker, start: StartProcess, ids: list[str], queue_type: str) -> None:
     seen: list[tuple[int, str, int]] = []
 
     async def handle(body: int, routing_key: str, attempt_count: int, message: Any) -> None:
         assert not [name for name in message.headers if name.startswith(("x-outbox-dead", "x-outbox-error"))]
         seen.append((body, routing_key, attempt_count))
 
-    async with running(worker_on(broker, Listener("a.*", handle, "q"))):
+    async with running(worker_on(broker, Listener("a.*", handle, "q"), queue_type=queue_type)):
         assert await run(start, broker, "requeue", "q", ids[2]) == (0, ["1 put back"])
         await eventually(lambda: seen == [(2, "a.b", 1)], "one message again")
         assert await run(start, broker, "requeue", "q.dlq", "--all") == (0, ["2 put back"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,12 +61,12 @@ async def test_w2_retry_that_no_queue_takes_and_none_may_be_made(broker: Broker)
     assert await broker.ready("q") == 1
 
 
-async def test_w3_retry_that_may_not_be_published(broker: Broker, management: Any) -> None:
+async def test_w3_retry_that_may_not_be_published(broker: Broker, management: Any, queue_type: str) -> None:
     """The right to write is taken and given back: the message stays in hand, and its place is not lost for ever."""
     user = urlsplit(broker.url).username or ""
     path = f"/permissions/{{vhost}}/{quote(user, safe='')}"
     listener, attempts = failing(retry_delays=(0.1, 0.1))
-    async with running(worker_on(broker, listener, prefetch_count=1)):
+    async with running(worker_on(broker, listener, prefetch_count=1, queue_type=queue_type)):
         await broker.publish("a")
         await eventually(lambda: attempts == [1, 2], "a retry")
         attempts.clear()
@@ -178,12 +179,12 @@ async def test_w6_a_short_delay_does_not_wait_behind_a_long_one(broker: Broker, 
     assert len(times["long"]) == 1
 
 
-async def test_w7_dead_letters_without_a_queue_for_them(broker: Broker) -> None:
+async def test_w7_dead_letters_without_a_queue_for_them(broker: Broker, queue_type: str) -> None:
     @listen("a", queue="q")
     async def handle(_body: Any) -> None:
         raise Reject
 
-    async with running(worker_on(broker, handle)):
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
         broker.management("DELETE", "/queues/{vhost}/q.dlq")
         broker.management("DELETE", "/exchanges/{vhost}/outbox.dlx")
         await broker.publish("a")
@@ -220,12 +221,12 @@ async def test_w13_a_life_that_ends_in_the_meantime(broker: Broker, queue_type: 
     assert "expiration" not in dead["properties"], "a dead letter stays"
 
 
-async def test_w13_expired_when_it_comes_back(broker: Broker) -> None:
+async def test_w13_expired_when_it_comes_back(broker: Broker, queue_type: str) -> None:
     @listen("a", queue="q")
     async def handle(_body: Any) -> None:
         pytest.fail("its time was over")
 
-    async with running(worker_on(broker, handle)):
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
         await broker.publish("a", headers={"x-outbox-expires-at": round(time.time() * 1000) - 1})
         [dead] = await broker.dead("q")
     assert dead["properties"]["headers"]["x-outbox-dead-reason"] == "expired"
@@ -250,7 +251,9 @@ async def other(body: int) -> None:
     with open("handled", "a") as file:
         file.write(f"other {body}\\n")
 
-worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle, other], delivery_limit=1)
+worker = Worker(
+    os.environ["OUTBOX_AMQP_URL"], listeners=[handle, other], delivery_limit=1, queue_type=os.environ["QUEUE_TYPE"]
+)
 """
 
 
@@ -258,7 +261,8 @@ async def test_w8_a_message_that_kills_ends_among_the_dead(broker: Broker, start
     """And those that were in hand with it do not."""
     (tmp_path / "app.py").write_text(POISON)
     handled = tmp_path / "handled"
-    first = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+    at = {"OUTBOX_AMQP_URL": broker.url, "QUEUE_TYPE": "quorum"}
+    first = start("worker", "app:worker", **at)
     await first.await_log("worker ready")
     first.process.terminate()
     assert await first.ended() == 0
@@ -267,7 +271,7 @@ async def test_w8_a_message_that_kills_ends_among_the_dead(broker: Broker, start
         await broker.publish("b", number)
     deaths = 0
     for _ in range(12):
-        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+        one = start("worker", "app:worker", **at)
 
         def over(one: Process = one) -> bool:
             return one.process.poll() is not None or (handled.exists() and len(handled.read_text().split("\n")) > 19)
@@ -285,6 +289,21 @@ async def test_w8_a_message_that_kills_ends_among_the_dead(broker: Broker, start
     wanted = {str(number) for number in range(8, 18)} - {"13"}
     assert wanted <= set(lines)
     assert await broker.ready("other.dlq") == 0
+
+
+async def test_w8_on_a_classic_queue_it_comes_back_for_ever(
+    broker: Broker, start: StartProcess, tmp_path: Path
+) -> None:
+    """Which counts nothing. It stays where it was, and is not lost."""
+    (tmp_path / "app.py").write_text(POISON)
+    for number in range(4):
+        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url, QUEUE_TYPE="classic")
+        if number == 0:
+            await one.await_log("worker ready")
+            await broker.publish("a", 13)
+        assert await one.ended() == 1
+    await broker.filled("q")
+    assert (await broker.ready("q"), await broker.ready("q.dlq")) == (1, 0)
 
 
 async def test_w10_acknowledging_on_a_connection_that_is_gone(
@@ -342,7 +361,7 @@ async def test_w11_deleted_queue_that_may_not_be_made_again(broker: Broker) -> N
             await asyncio.wait_for(one.task, 20)
 
 
-async def test_a_channel_that_is_closed(broker: Broker) -> None:
+async def test_a_channel_that_is_closed(broker: Broker, queue_type: str) -> None:
     """By a listener that acknowledges a second time, for instance."""
     seen: list[int] = []
 
@@ -353,7 +372,7 @@ async def test_a_channel_that_is_closed(broker: Broker) -> None:
             await message.channel.basic_ack(message.delivery_tag)
             await message.channel.basic_ack(message.delivery_tag)
 
-    async with running(worker_on(broker, handle)):
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
         await broker.publish("a", 1)
         await eventually(lambda: seen, "a message")
         await broker.publish("a", 2)
@@ -379,6 +398,42 @@ async def test_w14_the_end_does_not_wait_for_what_never_ends(
     assert time.monotonic() - begun < 6
     assert one.log.count("stopped before a listener had ended: its message comes again") == 2
     assert (await broker.ready("thread"), await broker.ready("task")) == (1, 1)
+
+
+PATIENT = """
+import asyncio, os, pathlib
+from outbox import Worker, listen
+
+@listen("a", queue="q")
+async def handle(body: int):
+    print("begun", body, flush=True)
+    while not pathlib.Path(f"go on {body}").exists():
+        await asyncio.sleep(0.01)
+
+worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle])
+"""
+
+
+async def test_the_first_signal_lets_it_finish_the_second_does_not(
+    broker: Broker, start: StartProcess, tmp_path: Path
+) -> None:
+    (tmp_path / "app.py").write_text(PATIENT)
+    for number, first in enumerate((signal.SIGINT, signal.SIGTERM)):
+        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+        await one.await_log("worker ready")
+        await broker.publish("a", number)
+        await one.await_log(f"begun {number}")
+        one.process.send_signal(first)
+        await one.await_log("stopping")
+        if first == signal.SIGINT:
+            assert one.process.poll() is None
+            (tmp_path / f"go on {number}").touch()
+            assert await one.ended() == 0
+            assert await broker.ready("q") == 0
+        else:
+            one.process.send_signal(first)
+            assert await one.ended() == 128 + signal.SIGTERM
+            await broker.filled("q")
 
 
 async def test_what_runs_is_finished_and_what_came_late_goes_back(broker: Broker, queue_type: str) -> None:
@@ -430,11 +485,14 @@ async def test_a_broker_that_is_away_at_first(broker: Broker, caplog: pytest.Log
     await asyncio.wait_for(task, 5)
 
 
-async def test_a_login_that_is_refused(broker: Broker) -> None:
+async def test_a_login_that_is_refused(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     at = urlsplit(broker.url)
-    stranger = Broker(broker.management, at._replace(netloc=f"nobody:x@{at.hostname}:{at.port}").geturl())
-    with pytest.raises(ConfigurationError, match="refuses the login"):
-        await asyncio.wait_for(worker_on(stranger, failing()[0]).run(), 20)
+    stranger = Broker(broker.management, at._replace(netloc=f"nobody:canary@{at.hostname}:{at.port}").geturl())
+    worker = worker_on(stranger, failing()[0])
+    with pytest.raises(ConfigurationError, match="refuses the login") as raised:
+        await asyncio.wait_for(worker.run(), 20)
+    source: Any = worker._source  # noqa: SLF001 - what a traceback with local values would show
+    assert "canary" not in f"{raised.value} {caplog.text} {source._settings}"  # noqa: SLF001 - as above
 
 
 async def test_a_queue_that_is_there_and_differs(broker: Broker) -> None:

@@ -122,7 +122,7 @@ async def test_sync(broker: Broker, dsn: str, db: Db, kind: str) -> None:
     engine.dispose()
 
 
-async def test_the_same_message_twice_at_once(broker: Broker, dsn: str, db: Db) -> None:
+async def test_the_same_message_twice_at_once(broker: Broker, dsn: str, db: Db, queue_type: str) -> None:
     called: list[int] = []
 
     @listen("a", queue="q", once=True)
@@ -132,7 +132,7 @@ async def test_the_same_message_twice_at_once(broker: Broker, dsn: str, db: Db) 
         await run_async(tx, body)
 
     connect = lambda: psycopg.AsyncConnection.connect(dsn)  # noqa: E731 - as an application writes it
-    async with running(worker_on(broker, handle, connect=connect)):
+    async with running(worker_on(broker, handle, connect=connect, queue_type=queue_type)):
         identity = await broker.publish("a", 1)
         await asyncio.gather(*(broker.publish("a", 1, message_id=identity) for _ in range(5)))
         await eventually(lambda: effects(db), "an effect")
@@ -155,12 +155,16 @@ async def test_two_listeners_accept_each_for_itself(broker: Broker, dsn: str, db
 
 
 @pytest.mark.parametrize("identity", [None, "order 7", ""])
-async def test_without_an_identity_it_is_dead(broker: Broker, dsn: str, db: Db, identity: str | None) -> None:
+async def test_without_an_identity_it_is_dead(
+    broker: Broker, dsn: str, db: Db, identity: str | None, queue_type: str
+) -> None:
     @listen("a", queue="q", once=True)
     async def handle(_body: int, tx: Any) -> None:
         pytest.fail(f"called with {tx}")
 
-    async with running(worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn))):
+    async with running(
+        worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn), queue_type=queue_type)
+    ):
         # As a client that gives no identity; ours would make one up.
         properties = {"delivery_mode": 2} | ({} if identity is None else {"message_id": identity})
         broker.management(
@@ -172,13 +176,15 @@ async def test_without_an_identity_it_is_dead(broker: Broker, dsn: str, db: Db, 
     assert effects(db) == []
 
 
-async def test_reject_undoes_its_effects(broker: Broker, dsn: str, db: Db) -> None:
+async def test_reject_undoes_its_effects(broker: Broker, dsn: str, db: Db, queue_type: str) -> None:
     @listen("a", queue="q", once=True)
     async def handle(body: int, tx: Any) -> None:
         await run_async(tx, body)
         raise Reject
 
-    async with running(worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn))):
+    async with running(
+        worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn), queue_type=queue_type)
+    ):
         await broker.publish("a", 1)
         await broker.dead("q")
     assert effects(db) == []

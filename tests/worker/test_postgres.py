@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -171,6 +172,43 @@ async def test_the_second_kind_is_refused(dsn: str, broker: Broker, start: Start
     with pytest.raises(OtherKindError, match="delivered by the other kind") as raised:
         await Worker(source=PostgresSource(dsn), listeners=[handle]).run()
     assert raised.value.code == "OB015"
+
+
+POISON = """
+import os
+from outbox import PostgresSource, Worker, listen
+
+@listen("a", queue="q")
+async def handle(body):
+    if body["n"] == 3:
+        os._exit(1)
+    with open("handled", "a") as file:
+        file.write(f"{body['n']}\\n")
+
+worker = Worker(source=PostgresSource(os.environ["OUTBOX_DSN"]), listeners=[handle])
+"""
+
+
+async def test_a_message_that_kills_ends_among_the_dead(dsn: str, db: Db, start: StartProcess, tmp_path: Path) -> None:
+    """And those that were in hand with it do not."""
+    (tmp_path / "app.py").write_text(POISON)
+    for number in range(1, 7):
+        emit(db, "a", {"n": number})
+    deaths = 0
+    while deaths < 12:
+        one = start("worker", "app:worker", OUTBOX_DSN=dsn)
+        await eventually(lambda one=one: one.process.poll() is not None or not waiting(db), "an end")  # type: ignore[misc]
+        if not waiting(db):
+            break
+        deaths += 1
+        # As if the three seconds were over that a lease outlives its session.
+        db.execute(
+            "update outbox.lane set leased_until = clock_timestamp(), version = version + 1 where token is not null"
+        )
+    [found] = dead(db)
+    assert found == ("a", "killed_relay", 0, "the relay died with it 5 times, nothing else in its hands")
+    assert set((tmp_path / "handled").read_text().split()) == {"1", "2", "4", "5", "6"}
+    assert deaths >= 5
 
 
 async def test_stop_gives_back_what_has_not_begun(dsn: str, db: Db) -> None:

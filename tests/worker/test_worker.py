@@ -131,7 +131,7 @@ async def test_a_retry_comes_to_its_own_queue_only(broker: Broker, queue_type: s
     ("binding_key", "taken"),
     [("user.*", ["user.created", "user.deleted"]), ("#", ["a", "user.created", "user.created.eu", "user.deleted"])],
 )
-async def test_wildcards(broker: Broker, binding_key: str, taken: list[str]) -> None:
+async def test_wildcards(broker: Broker, binding_key: str, taken: list[str], queue_type: str) -> None:
     seen: list[str] = []
 
     @listen(binding_key, queue="q")
@@ -141,14 +141,14 @@ async def test_wildcards(broker: Broker, binding_key: str, taken: list[str]) -> 
     @listen("#", queue="all")
     async def everything(_body: Any) -> None: ...
 
-    async with running(worker_on(broker, handle, everything)):
+    async with running(worker_on(broker, handle, everything, queue_type=queue_type)):
         for key in ("user.created", "user.created.eu", "user.deleted", "a"):
             await broker.publish(key)
         await eventually(lambda: len(seen) >= len(taken), "messages")
     assert sorted(seen) == taken
 
 
-async def test_arguments_by_name(broker: Broker) -> None:
+async def test_arguments_by_name(broker: Broker, queue_type: str) -> None:
     seen: list[dict[str, Any]] = []
 
     @listen("a.*", queue="q")
@@ -157,7 +157,7 @@ async def test_arguments_by_name(broker: Broker) -> None:
     ) -> None:
         seen.append(locals() | {"message": message.headers, "kind": type(message)})
 
-    async with running(worker_on(broker, handle)):
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
         identity = await broker.publish("a.b", [1], headers={"tenant": "north"})
         await eventually(lambda: seen, "a message")
     [found] = seen
@@ -189,7 +189,7 @@ async def test_a_listener_that_acknowledges_itself(broker: Broker) -> None:
     assert sorted(seen) == [0, 1, 2]
 
 
-async def test_sync_listeners_run_side_by_side_in_threads(broker: Broker) -> None:
+async def test_sync_listeners_run_side_by_side_in_threads(broker: Broker, queue_type: str) -> None:
     together = threading.Barrier(3, timeout=10)
     names: set[str] = set()
 
@@ -198,14 +198,14 @@ async def test_sync_listeners_run_side_by_side_in_threads(broker: Broker) -> Non
         together.wait()
         names.add(threading.current_thread().name)
 
-    async with running(worker_on(broker, handle, prefetch_count=3)):
+    async with running(worker_on(broker, handle, prefetch_count=3, queue_type=queue_type)):
         for number in range(3):
             await broker.publish("a", number)
         await eventually(lambda: names and together.n_waiting == 0, "three threads at once")
     assert threading.main_thread().name not in names
 
 
-async def test_no_more_than_prefetch_count_at_once(broker: Broker) -> None:
+async def test_no_more_than_prefetch_count_at_once(broker: Broker, queue_type: str) -> None:
     now, most, done = 0, 0, 0
 
     @listen("a", queue="q")
@@ -217,7 +217,7 @@ async def test_no_more_than_prefetch_count_at_once(broker: Broker) -> None:
         now -= 1
         done += 1
 
-    async with running(worker_on(broker, handle, prefetch_count=4)):
+    async with running(worker_on(broker, handle, prefetch_count=4, queue_type=queue_type)):
         for number in range(30):
             await broker.publish("a", number)
         await eventually(lambda: done == 30, "all messages")
@@ -243,7 +243,7 @@ async def test_a_limit_of_time(broker: Broker, queue_type: str) -> None:
     assert found[0]["properties"]["headers"]["x-outbox-error"] == "the listener took longer than 0.1 s"
 
 
-async def test_whatever_a_listener_raises_is_a_failure(broker: Broker) -> None:
+async def test_whatever_a_listener_raises_is_a_failure(broker: Broker, queue_type: str) -> None:
     raised: dict[str, BaseException] = {
         "exit": SystemExit(1),
         "cancelled": asyncio.CancelledError(),
@@ -262,7 +262,7 @@ async def test_whatever_a_listener_raises_is_a_failure(broker: Broker) -> None:
     def in_thread(body: str) -> None:
         raise raised[body]
 
-    async with running(worker_on(broker, handle, in_thread)) as one:
+    async with running(worker_on(broker, handle, in_thread, queue_type=queue_type)) as one:
         for name in raised:
             await broker.publish("a", name)
         await broker.dead("async", len(raised))
@@ -270,7 +270,7 @@ async def test_whatever_a_listener_raises_is_a_failure(broker: Broker) -> None:
         assert not one.task.done()
 
 
-async def test_two_workers_share_a_queue(broker: Broker) -> None:
+async def test_two_workers_share_a_queue(broker: Broker, queue_type: str) -> None:
     seen: dict[str, list[int]] = {"one": [], "two": []}
 
     def worker(name: str) -> Worker:
@@ -278,7 +278,7 @@ async def test_two_workers_share_a_queue(broker: Broker) -> None:
             await asyncio.sleep(0.005)
             seen[name].append(body)
 
-        return worker_on(broker, Listener("a", handle, "q"), prefetch_count=5)
+        return worker_on(broker, Listener("a", handle, "q"), prefetch_count=5, queue_type=queue_type)
 
     async with running(worker("one")), running(worker("two")):
         await asyncio.gather(*(broker.publish("a", number) for number in range(200)))

@@ -15,8 +15,10 @@ from urllib.parse import unquote, urlsplit
 from outbox import logs
 from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError
-from outbox.options import add_options, read_secret
+from outbox.options import add_options, read_secret, variable
 
+TLS_OPTIONS = ("amqp_ca", "amqp_cert", "amqp_key")
+HEARTBEAT = 60
 APP_HELP = "where the worker is: package.module:name, looked for in the current folder as well"
 
 WORKER_HELP = """\
@@ -54,7 +56,7 @@ def add_commands(commands: Any) -> None:
     dlq.add_argument("queue", metavar="QUEUE", help="the queue of a listener")
     dlq.add_argument("ids", metavar="MESSAGE_ID", nargs="*", help="only these (show, requeue)")
     dlq.add_argument("--all", action="store_true", help="all of them (requeue, purge)")
-    add_options(dlq, RelaySettings, "amqp_url")
+    add_options(dlq, RelaySettings, "amqp_url", *TLS_OPTIONS)
     dlq.set_defaults(run=run_dlq)
     for command in (worker, topology, dlq):
         command.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -75,7 +77,7 @@ def run_topology(options: argparse.Namespace) -> int:
     from outbox.topology import as_definitions, as_table, as_terraform  # noqa: PLC0415 - each command loads its own
 
     found = load(options.app).topology
-    vhost = options.vhost or unquote(urlsplit(amqp_url({}) or "").path[1:]) or "/"
+    vhost = options.vhost or unquote(urlsplit((amqp_url({}) or "").partition(",")[0]).path[1:]) or "/"
     forms = {
         "table": lambda: as_table(found),
         "definitions": lambda: as_definitions(found, vhost),
@@ -96,14 +98,16 @@ def run_dlq(options: argparse.Namespace) -> int:
         raise ConfigurationError("purge throws all dead letters of the queue away: say so with --all")
     if options.what in ("list", "show") and options.all:
         raise ConfigurationError("--all is for requeue and purge")
-    asyncio.run(attend(url, options.what, options.queue, set(options.ids)))
+    ca, cert, key = (getattr(options, name) or os.environ.get(variable(name), "") for name in TLS_OPTIONS)
+    asyncio.run(attend(url, (ca, cert, key), options.what, options.queue, set(options.ids)))
     return 0
 
 
-async def attend(url: str, what: str, queue: str, ids: set[str]) -> None:
-    from outbox.dead_letters import DeadLetters  # noqa: PLC0415 - each command loads its own
+async def attend(url: str, files: tuple[str, str, str], what: str, queue: str, ids: set[str]) -> None:
+    from outbox.courier import Address  # noqa: PLC0415 - each command loads its own
+    from outbox.dead_letters import DeadLetters  # noqa: PLC0415 - as above
 
-    async with DeadLetters(url, queue).opened() as letters:
+    async with DeadLetters(Address(url, HEARTBEAT, *files), queue).opened() as letters:
         if what == "purge":
             sys.stdout.write(f"{await letters.purge()} thrown away\n")
         elif what == "requeue":

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,9 +29,12 @@ from aiormq.exceptions import (
     PublishError,
 )
 from pamqp.commands import Basic
+from yarl import URL
 
 from outbox.errors import BrokerUnavailableError, ConfigurationError
+from outbox.options import UNREADABLE
 from outbox.publish import describe
+from outbox.tls import broker_tls
 from outbox.topology import Topology
 
 ATTEMPT_HEADER = "x-outbox-attempt"
@@ -43,13 +48,49 @@ CLOSE_TIMEOUT = 3.0
 BROKERS_OWN = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count", "CC", "BCC")
 
 
-async def connect(url: str, heartbeat: int, name: str) -> AbstractConnection:
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the broker is, and which certificates count. Of several, with commas between, the first that answers."""
+
+    url: str = field(repr=False)
+    heartbeat: int
+    amqp_ca: str = ""
+    amqp_cert: str = ""
+    amqp_key: str = ""
+    lent: AbstractConnection | None = None  # what it says of TLS holds for other connections too
+
+    @property
+    def urls(self) -> list[URL]:
+        try:
+            return [URL(one.strip()) for one in self.url.split(",")]
+        except ValueError as error:
+            raise ConfigurationError(f"amqp_url cannot be read: {UNREADABLE['amqp_url']}") from error
+
+    def tls(self, url: URL) -> ssl.SSLContext | None:
+        if self.lent is not None:
+            context: ssl.SSLContext | None = getattr(self.lent, "kwargs", {}).get("context")
+            return context
+        return broker_tls(self, url)
+
+
+async def connect(at: Address, name: str) -> AbstractConnection:
     """A plain connection: what is lost is made anew by whoever uses it, so that nothing waits inside a library."""
+    *others, last = at.urls
+    for url in others:
+        with contextlib.suppress(BrokerUnavailableError):
+            return await connect_to(at, url, name)
+    return await connect_to(at, last, name)
+
+
+async def connect_to(at: Address, url: URL, name: str) -> AbstractConnection:
+    context = at.tls(url)
     try:
         async with unavailable(), asyncio.timeout(ANSWER_TIMEOUT):
-            return await aio_pika.connect(url, heartbeat=heartbeat, client_properties={"connection_name": name})
+            return await aio_pika.connect(
+                url, heartbeat=at.heartbeat, ssl_context=context, client_properties={"connection_name": name}
+            )
     except ValueError as error:
-        raise ConfigurationError("amqp_url cannot be read: write it as amqp://user@host:5672/vhost") from error
+        raise ConfigurationError(f"amqp_url cannot be read: {UNREADABLE['amqp_url']}") from error
 
 
 def is_lost(connection: AbstractConnection) -> bool:
@@ -83,8 +124,8 @@ class NotTakenError(BrokerUnavailableError):
 
 
 class Courier:
-    def __init__(self, url: str, heartbeat: int) -> None:
-        self._url, self._heartbeat = url, heartbeat
+    def __init__(self, at: Address) -> None:
+        self._at = at
         self._connection: AbstractConnection | None = None
         # One for copies; one for questions, which the broker answers by closing the channel if it says no.
         self._channels: dict[str, Any] = {}
@@ -167,7 +208,7 @@ class Courier:
         """The channel, made anew if it is gone."""
         async with self._opening:
             if self._connection is None or is_lost(self._connection):
-                self._connection = await connect(self._url, self._heartbeat, "outbox worker, copies")
+                self._connection = await connect(self._at, "outbox worker, copies")
                 self._channels.clear()
             channel = self._channels.get(name)
             if channel is None or channel.is_closed:

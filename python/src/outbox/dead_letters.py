@@ -9,11 +9,19 @@ from typing import Any
 from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import ChannelNotFoundEntity
 
-from outbox.courier import ATTEMPT_HEADER, EXPIRES_HEADER, ROUTING_KEY_HEADER, Courier, connect, copied, unavailable
+from outbox.courier import (
+    ATTEMPT_HEADER,
+    EXPIRES_HEADER,
+    ROUTING_KEY_HEADER,
+    Address,
+    Courier,
+    connect,
+    copied,
+    unavailable,
+)
 from outbox.errors import BrokerUnavailableError, ConfigurationError
 from outbox.listener import DEAD_SUFFIX
 
-HEARTBEAT = 60
 # What a worker wrote about its death; gone when it lives again.
 OBITUARY = (ATTEMPT_HEADER, EXPIRES_HEADER, "x-outbox-dead-", "x-outbox-error", "x-outbox-queue")
 
@@ -61,15 +69,15 @@ class DeadLetter:
 class DeadLetters:
     """The dead letters of one queue; usable inside opened()."""
 
-    def __init__(self, url: str, queue: str) -> None:
-        self._url, self._queue = url, queue.removesuffix(DEAD_SUFFIX)
+    def __init__(self, at: Address, queue: str) -> None:
+        self._at, self._queue = at, queue.removesuffix(DEAD_SUFFIX)
         self._name = self._queue + DEAD_SUFFIX
         self._channel: Any = None
         self._count = 0
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[DeadLetters]:
-        connection = await connect(self._url, HEARTBEAT, "outbox dlq")
+        connection = await connect(self._at, "outbox dlq")
         try:
             async with unavailable():
                 opened = await connection.channel()
@@ -94,7 +102,7 @@ class DeadLetters:
 
     async def requeue(self, chosen: Callable[[DeadLetter], bool]) -> int:
         """A confirmed copy to the queue, with all attempts before it, then away with the dead letter."""
-        courier, count = Courier(self._url, HEARTBEAT), 0
+        courier, count = Courier(self._at), 0
         try:
             async for letter in self.each():
                 if not chosen(letter):

@@ -65,6 +65,18 @@ class AwayError(Exception):
     """The database was away before the listener was called."""
 
 
+class FirstTime:
+    """Whether a message was accepted. What goes wrong before that is the database's doing, not the listener's."""
+
+    accepted = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and not self.accepted and not isinstance(error, transaction.ConnectError):
+            raise AwayError from error
+
+
 class Handling:
     """Calls listeners. One for a worker."""
 
@@ -121,8 +133,7 @@ class Handling:
         seconds = AWAY_FIRST
         while True:
             try:
-                attempt = self._once_async if listener.is_async else self._once
-                outcome = await attempt(listener, identity, arguments)
+                outcome = await self._once(listener, identity, arguments)
             except AwayError as error:
                 if not self._away:
                     cause = error.__cause__
@@ -142,45 +153,25 @@ class Handling:
             self._away = False
             return outcome
 
-    async def _once_async(self, listener: Listener, identity: str, arguments: Mapping[str, Any]) -> Outcome:
-        assert self._connect is not None
-        begun = False
-        try:
-            async with transaction.begin_async(self._connect) as tx:
-                if not await transaction.accept(tx, listener.queue, identity):
-                    return DUPLICATE
-                begun = True
-                await listener.callback(tx=tx, **arguments)
-        except (transaction.ConnectError, Reject):
-            raise
-        except Exception as error:
-            if begun:
-                raise
-            raise AwayError from error
-        return DONE
-
     async def _once(self, listener: Listener, identity: str, arguments: Mapping[str, Any]) -> Outcome:
-        connect = self._connect
+        connect, first = self._connect, FirstTime()
         assert connect is not None
 
-        def work() -> Outcome:
-            begun = False
-            try:
-                with transaction.begin(connect) as tx:
-                    if not transaction.accept(tx, listener.queue, identity):
-                        return DUPLICATE
-                    begun = True
-                    listener.callback(tx=tx, **arguments)
-            except (transaction.ConnectError, Reject):
-                raise
-            except Exception as error:
-                if begun:
-                    raise
-                raise AwayError from error
-            return DONE
+        async def in_loop() -> None:
+            with first:
+                async with transaction.begin_async(connect) as tx:
+                    first.accepted = await transaction.accept(tx, listener.queue, identity)
+                    if first.accepted:
+                        await listener.callback(tx=tx, **arguments)
 
-        outcome: Outcome = await self._in_thread(work)
-        return outcome
+        def in_thread() -> None:
+            with first, transaction.begin(connect) as tx:
+                first.accepted = transaction.accept(tx, listener.queue, identity)
+                if first.accepted:
+                    listener.callback(tx=tx, **arguments)
+
+        await (in_loop() if listener.is_async else self._in_thread(in_thread))
+        return DONE if first.accepted else DUPLICATE
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         """In a thread of its own, which nothing waits for when the process ends: a pool's could hold it up for ever."""

@@ -32,7 +32,10 @@ class Hooks(Protocol):
         """They are tried again later, or are dead."""
 
     def dead_lettered(self, failures: Sequence[Failure]) -> None:
-        """Those of the failed that are not tried again; the reason is that of outbox.dead_letter."""
+        """Those of the failed that are not tried again; the reason is that of outbox.dead_letter.
+
+        Not what the database puts aside at a claim, expired or killed_relay: that was in no relay's hands.
+        """
 
     def lease_lost(self, phase: str, count: int) -> None:
         """So many messages were no longer ours when they were to be published, or marked as sent or failed."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from aio_pika import IncomingMessage
 from aio_pika.abc import AbstractConnection
@@ -23,6 +22,7 @@ from outbox.courier import (
     CLOSE_TIMEOUT,
     EXPIRES_HEADER,
     ROUTING_KEY_HEADER,
+    Address,
     Courier,
     LoginError,
     connect,
@@ -48,13 +48,11 @@ SUSPECT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmqpSettings:
-    url: str
-    connection: AbstractConnection | None
+    at: Address
     exchange: str
     retry_delays: tuple[float, ...]
     prefetch_count: int
     declare: bool
-    heartbeat: int
     shutdown: float
 
 
@@ -145,9 +143,9 @@ class AmqpSource:
         self._listeners = listeners
         self._handling = handling
         self._metrics = metrics
-        self._courier = Courier(settings.url, settings.heartbeat)
-        self._user = unquote(urlsplit(settings.url).username or "guest")
-        self._given = settings.connection
+        self._courier = Courier(settings.at)
+        self._user = settings.at.urls[0].user or "guest"
+        self._given = settings.at.lent
         self._stopping, self._lost = asyncio.Event(), asyncio.Event()
         self._running: dict[asyncio.Task[None], Delivery] = {}
         self._gate = Gate()
@@ -217,7 +215,7 @@ class AmqpSource:
                     await (connection.close() if connection is not given else channel.close())
 
     async def _connect(self) -> AbstractConnection:
-        return await connect(self._settings.url, self._settings.heartbeat, "outbox worker")
+        return await connect(self._settings.at, "outbox worker")
 
     async def _begin(self, channel: Any) -> None:
         """First what came back, each alone and with nothing else in hand: should it kill us, only it is counted.

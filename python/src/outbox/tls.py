@@ -6,12 +6,12 @@ import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from yarl import URL
 
-from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError
 from outbox.options import flag
 
@@ -49,7 +49,20 @@ def is_local(parts: Mapping[str, object], environment: Mapping[str, str] = os.en
     return all(not host or host.startswith(LOCAL) or host in {"localhost", "::1"} for host in hosts.split(","))
 
 
-def broker_tls(settings: RelaySettings, url: URL) -> ssl.SSLContext | None:
+class BrokerFiles(Protocol):
+    """Of a relay or a worker."""
+
+    @property
+    def amqp_ca(self) -> str: ...
+
+    @property
+    def amqp_cert(self) -> str: ...
+
+    @property
+    def amqp_key(self) -> str: ...
+
+
+def broker_tls(settings: BrokerFiles, url: URL) -> ssl.SSLContext | None:
     if wrong := NOT_IN_THE_URL & set(url.query):
         raise ConfigurationError(
             f"{flag('amqp_url')} must not say {min(wrong)!r}: certificates are always verified, and their files"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from aio_pika.abc import AbstractConnection
 
+from outbox.courier import Address
 from outbox.errors import ConfigurationError
 from outbox.handle import Handling
 from outbox.listener import NAME, Listener, delays
@@ -48,6 +49,9 @@ class Worker:
         timeout: float = 1200.0,
         shutdown: float = 30.0,
         heartbeat: int = 15,
+        amqp_ca: str = "",
+        amqp_cert: str = "",
+        amqp_key: str = "",
         enable_metrics: bool = True,
     ) -> None:
         if sum(map(bool, (amqp_url, connection, source))) != 1:
@@ -89,13 +93,13 @@ class Worker:
             )
             return
         settings = AmqpSettings(
-            url=amqp_url or str(getattr(connection, "url", "")),
-            connection=connection,
+            at=Address(
+                amqp_url or str(getattr(connection, "url", "")), heartbeat, amqp_ca, amqp_cert, amqp_key, connection
+            ),
             exchange=exchange_name,
             retry_delays=waits,
             prefetch_count=prefetch_count,
             declare=declare,
-            heartbeat=heartbeat,
             shutdown=shutdown,
         )
         self._source = AmqpSource(settings, self.topology, self.listeners, handling, metrics)
