@@ -195,6 +195,11 @@ def test_every_block_runs_and_shows_what_comes(terminal: Terminal) -> None:
     assert run_readme(README.read_text(), terminal) >= 10
 
 
+@pytest.mark.parametrize("name", ["getting-started.md"])
+def test_guide(terminal: Terminal, name: str) -> None:
+    assert run_readme((databases.ROOT / "docs" / name).read_text(), terminal, f"docs/{name}") >= 5
+
+
 def test_operating_guide(terminal: Terminal, tmp_path: Path) -> None:
     """With a port that is free; and what it wrote to files is what the commands say."""
     text = (databases.ROOT / "docs" / "operating.md").read_text()
