@@ -1,4 +1,4 @@
-"""docs/dba.md: every block runs, in order, and every statement names a test that exists."""
+"""docs/dba.md: every block runs, in order. Its statements, and those of other pages, name tests that exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 import databases
 
 PAGE = (databases.ROOT / "docs/dba.md").read_text()
+GUARANTEES = (databases.ROOT / "docs/guarantees.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"`((?:pgtap|\w+/(?:specs/)?)[\w/.]*\.(?:sql|py|spec|expected))(?:::(\w+))?`")
 
@@ -59,16 +62,30 @@ def test_blocks_run(tmp_path: Path) -> None:
             databases.psql(databases.SERVER, "-c", f"drop role if exists {role}", check=False)
 
 
-def test_named_tests_exist() -> None:
-    named = NAMED.findall(PAGE)
-    assert len(named) > 40
+# Pages, and how many tests they name at least.
+PAGES = {"dba.md": 40, "guarantees.md": 60, "rabbitmq.md": 2, "security.md": 35, "tuning.md": 15}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_tests_exist(page: str) -> None:
+    named = NAMED.findall((databases.ROOT / "docs" / page).read_text())
+    assert len(named) >= PAGES[page]
     for path, name in named:
         file = databases.ROOT / (path if path.startswith(("pgtap/", "sql/")) else f"tests/{path}")
         assert file.exists(), path
         assert not name or re.search(rf"^(?:async )?def {name}\(", file.read_text(), re.MULTILINE), f"{path}::{name}"
 
 
-def test_every_statement_names_a_test() -> None:
-    items = re.findall(r"^- (.*?)(?=\n\n|\n- |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", ["dba.md", "security.md"])
+def test_every_statement_names_a_test(page: str) -> None:
+    text = (databases.ROOT / "docs" / page).read_text()
+    items = re.findall(r"^- (.*?)(?=\n\n|\n- |\Z)", text, re.MULTILINE | re.DOTALL)
     assert len(items) > 20
     assert not [item for item in items if not NAMED.search(item)]
+
+
+def test_every_failure_names_a_test() -> None:
+    tables = re.findall(r"^\|.*\| Shown by \|\n\|[-|]+\n((?:\|.*\n)+)", GUARANTEES, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 30
+    assert not [row for row in rows if not NAMED.search(row.rpartition(" | ")[2])]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,8 +22,11 @@ from urllib.parse import urlsplit
 import pytest
 
 import databases
+import servers
+from harness import Management, Queue
 
 README = databases.ROOT / "README.md"
+DOCS = databases.ROOT / "docs"
 # Roles belong to the whole server: a block that makes some says in a comment that it is not to last.
 FENCE = re.compile(r"^(<!-- rolled back -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What differs from run to run.
@@ -195,9 +199,36 @@ def test_every_block_runs_and_shows_what_comes(terminal: Terminal) -> None:
     assert run_readme(README.read_text(), terminal) >= 10
 
 
+def test_getting_started(terminal: Terminal) -> None:
+    assert run_readme((DOCS / "getting-started.md").read_text(), terminal, "docs/getting-started.md") >= 15
+
+
+INSTALL = 'psql "$OUTBOX_DSN" -qf build/outbox-install.sql'
+
+
+@pytest.mark.parametrize("name", ["security.md", "tuning.md", "moving.md"])
+def test_guide(terminal: Terminal, management: Management, name: str) -> None:
+    """Pages for somebody who has installed the package and bound a queue."""
+    terminal.type(INSTALL)
+    Queue(management)
+    assert run_readme((DOCS / name).read_text(), terminal, f"docs/{name}") >= 2
+
+
+@pytest.mark.servers
+def test_rabbitmq_guide(tmp_path: Path) -> None:
+    """On a broker of its own, because users are the broker's."""
+    with servers.private(postgres=False, quiet=True) as pair, opened(tmp_path, pair.amqp_url) as terminal:
+        facts = pair.rabbitmq.facts
+        command = shlex.join(["env", "-i", *(f"{k}={v}" for k, v in facts["environment"].items()), *facts["ctl"]])
+        terminal.type(INSTALL)
+        terminal.type(f'rabbitmqctl() {{ {command} "$@" < /dev/null; }}')
+        text = (DOCS / "rabbitmq.md").read_text().replace("localhost/", f"127.0.0.1:{urlsplit(pair.amqp_url).port}/")
+        assert run_readme(text, terminal, "docs/rabbitmq.md") >= 10
+
+
 def test_operating_guide(terminal: Terminal, tmp_path: Path) -> None:
     """With a port that is free; and what it wrote to files is what the commands say."""
-    text = (databases.ROOT / "docs" / "operating.md").read_text()
+    text = (DOCS / "operating.md").read_text()
     with socket.create_server(("127.0.0.1", 0)) as free:
         text = text.replace("9187", str(free.getsockname()[1]))
     assert run_readme(text, terminal, "docs/operating.md") >= 15
@@ -209,19 +240,21 @@ def test_operating_guide(terminal: Terminal, tmp_path: Path) -> None:
     assert all(json.loads(line)["level"] for line in (tmp_path / "relay.log").read_text().splitlines())
 
 
-def test_every_command_and_flag_of_the_guide_exists() -> None:
+@pytest.mark.parametrize("name", ["operating.md", "guarantees.md", "security.md", "tuning.md"])
+def test_every_command_and_flag_of_the_guide_exists(name: str) -> None:
     """Those that stand in the text, and not in a block."""
-    text = (databases.ROOT / "docs" / "operating.md").read_text()
+    text = (DOCS / name).read_text()
     inline = {tuple(words.split()) for words in re.findall(r"`outbox ([a-z]+(?: [a-z]+)*)[^`]*`", text)}
-    assert {("resume",), ("dead", "requeue"), ("install",)} <= inline
+    if name == "operating.md":
+        assert {("resume",), ("dead", "requeue"), ("install",)} <= inline
     helps = "".join(
         subprocess.run(
             [sys.executable, "-m", "outbox", *words, "--help"], capture_output=True, text=True, check=True
         ).stdout
-        for words in {(), ("emit",), ("dead", "purge")} | inline
+        for words in {(), ("relay",), ("stats",), ("emit",), ("dead", "purge")} | inline
     )
     flags = set(re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", text)) - {"--help"}
-    assert len(flags) > 10
+    assert flags
     assert [flag for flag in sorted(flags) if flag not in helps] == []
     variables = set(re.findall(r"OUTBOX_[A-Z_]+", text))
     known = {f"OUTBOX_{flag[2:].replace('-', '_').upper()}" for flag in re.findall(r"--[a-z-]+", helps)}
@@ -244,12 +277,26 @@ def test_make_targets_exist(name: str) -> None:
         check_make(line)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/operating.md"])
-def test_links_lead_somewhere(name: str) -> None:
-    page = databases.ROOT / name
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    assert targets
-    assert [target for target in targets if not urlsplit(target).scheme and not (page.parent / target).exists()] == []
+def headings(page: Path) -> set[str]:
+    """As the addresses that a page has within itself."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in found}
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        if not urlsplit(target).scheme and not (there.exists() and (not heading or heading in headings(there))):
+            lost.append(target)
+    assert lost == []
+
+
+def test_every_page_is_one_click_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/([^)#]+)", README.read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} - linked == set()
 
 
 WRONG = {
