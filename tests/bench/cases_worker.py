@@ -218,4 +218,4 @@ def end_to_end(bench: Bench) -> Iterator[Row]:
         yield from compare("emit, relay and listener", contenders, bench.size(3, 2), {})
 
 
-CASES: dict[str, Case] = {"worker": against_bare, "worker-two": two_share, "worker-end-to-end": end_to_end}
+CASES: dict[str, Case] = {"worker-noop": against_bare, "worker-two": two_share, "worker-end-to-end": end_to_end}
