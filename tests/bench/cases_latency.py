@@ -54,6 +54,12 @@ class Consumer(threading.Thread):
         self.loop.call_soon_threadsafe(self.task.cancel)
         self.join()
 
+    def wait_for(self, committed: dict[int, float]) -> None:
+        deadline = time.monotonic() + 20
+        while missing := sum(number not in self.arrived for number in committed):
+            assert time.monotonic() < deadline, f"{missing} of {len(committed)} did not arrive"
+            time.sleep(0.02)
+
     async def consume(self) -> None:
         self.loop, self.task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
         async with await aio_pika.connect(self.amqp_url) as connection:
@@ -92,20 +98,16 @@ def emit_at(dsn: str, statement: str, per_second: int, seconds: float, first: in
 
 
 def delays(where: Place, command: list[str], statement: str, per_second: int, seconds: float) -> list[float]:
-    """Milliseconds from COMMIT's return to the consumer; the first second warms up and does not count."""
+    """Milliseconds from COMMIT's return to the consumer. The first messages warm everything up and do not count."""
     databases.query(where.dsn, "create table orders (n integer)")
     consumer = Consumer(where.amqp_url)
     try:
         with running([command], where):
-            time.sleep(2)
-            warm = emit_at(where.dsn, statement, per_second, 1, first=10_000_000)
+            consumer.wait_for(emit_at(where.dsn, statement, 100, 0.5, first=10_000_000))
             committed = emit_at(where.dsn, statement, per_second, seconds)
-            deadline, wanted = time.monotonic() + 20, warm.keys() | committed.keys()
-            while len(consumer.arrived) < len(wanted) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            consumer.wait_for(committed)
     finally:
         consumer.close()
-    assert consumer.arrived.keys() == wanted, f"{len(consumer.arrived)} of {len(wanted)} arrived"
     return [1000 * (consumer.arrived[number] - at) for number, at in committed.items()]
 
 
@@ -149,7 +151,7 @@ def forwarders(per_second: int) -> list[Forwarder]:
 
 def latency(per_second: int) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
-        seconds = bench.size(20 if per_second < 100 else 8, 3)
+        seconds = bench.size(12 if per_second < 100 else 8, 3)
         rounds = bench.size(3, 1)
         candidates = forwarders(per_second)
         for number in range(rounds):

@@ -168,7 +168,8 @@ def growth(rows: list[Measured]) -> str:
     """Two lines over the messages that have gone through; megabytes."""
     memory, room = (rates(rows, f"growth, {what}") for what in ("relay memory", "table size"))
     left, right, top, bottom = MARGIN + 40, WIDTH - MARGIN - 90, 80, 280
-    highest = 1.15 * max(*memory.values(), *room.values())
+    most = max(*memory.values(), *room.values())
+    highest = 4 * next(step for step in (5, 10, 20, 25, 50, 100, 200, 250, 500, 1000) if 4 * step > most)
     shapes = []
     for share in range(5):
         y = bottom - (bottom - top) * share / 4
