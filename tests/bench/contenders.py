@@ -47,10 +47,6 @@ CONTENDERS = {
 }
 
 
-def known(name: str) -> str:
-    """The longest beginning that fits."""
-    return max((known for known in CONTENDERS if name.startswith(known)), key=len)
-
-
 def described(name: str) -> str:
-    return CONTENDERS[known(name)]
+    """By the longest beginning that fits."""
+    return CONTENDERS[max((known for known in CONTENDERS if name.startswith(known)), key=len)]

@@ -37,9 +37,9 @@ def test_every_chart_is_shown() -> None:
     assert "docs/charts/drain.svg" in (databases.ROOT / "README.md").read_text()
 
 
-def test_every_contender_is_described_and_needed() -> None:
-    used = {contenders.known(name) for row in ROWS for name in page.names(row)}
-    assert used == contenders.CONTENDERS.keys()
+def test_every_contender_is_described() -> None:
+    used = {name for row in ROWS for name in page.names(row)}
+    assert not [name for name in used if not name.startswith(tuple(contenders.CONTENDERS))]
 
 
 def test_a_changed_result_is_noticed() -> None:
