@@ -23,15 +23,16 @@ DRAIN = {
     "min_fetch_interval": 0.01,
     "max_fetch_interval": 1.0,
 }
-# By transactions a second; the best of 1 to 32 workers. Deleting one by one is quicker until it cannot keep up.
+# By transactions a second; the best of 1 to 32 workers. To delete one by one is quicker, until it cannot keep up.
 LATENCY = {
     10: DRAIN | {"max_workers": 16, "terminal_flush_batch_size": 1},
     100: DRAIN | {"max_workers": 16, "terminal_flush_batch_size": 1},
-    1000: DRAIN | {"max_workers": 16},
+    1000: DRAIN | {"max_workers": 4, "fetch_batch_size": 100},
 }
 SETTINGS = (
-    f"{PACKAGES[0]} with {PACKAGES[1]} and {PACKAGES[2]}, in a process of its own: fetch_batch_size=500, "
-    "max_workers=32 and terminal_flush_batch_size=100 for drains, 16 and 100 for latency at 1,000/s, 16 and 1 below; "
+    f"{PACKAGES[0]} with {PACKAGES[1]} and {PACKAGES[2]}, in a process of its own: "
+    "max_workers=32, fetch_batch_size=500, terminal_flush_batch_size=100 for drains; "
+    "4, 100 and 100 for latency at 1,000/s, 16, 500 and 1 below; "
     "LISTEN, its own autovacuum settings, no logging, no validation of arguments; "
     "persistent, mandatory, confirmed, returns raise"
 )
