@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 import databases
-from bench.measure import Bench, Case, Contender, Row, compare, progress, ratio
+from bench.measure import Bench, Case, Contender, Row, compare, progress, ratio, take_turns
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -331,8 +331,7 @@ def floor(bench: Bench) -> Iterator[Row]:
             Contender("with a writer open", under(writer)),
             Contender("snapshot, failing and scheduled", everything),
         ]
-        for _ in compare("floor", [alone, *others], rounds, {}):
-            pass
+        take_turns("floor", [alone, *others], rounds)
     for other, reach in zip(others, (0.9, 0.8, 0.8), strict=True):
         yield ratio(f"floor, {other.name}", other, alone, reach)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class Contender:
 
 @dataclass
 class Row:
-    """A line of the table: how the first contender did against another."""
+    """A line of the table: how the first contender did against another. A ratio above 1 means that it did better."""
 
     case: str
     against: str
@@ -31,39 +32,106 @@ class Row:
     high: float
     reach: float | None
     rates: dict[str, float]
+    unit: str = "per second"
 
 
-def compare(case: str, contenders: list[Contender], rounds: int, reach: dict[str, float]) -> Iterator[Row]:
+def take_turns(case: str, contenders: list[Contender], rounds: int) -> None:
     """Measures the contenders in turn, so that what disturbs the machine disturbs them all alike."""
     for number in range(rounds):
         # Forwards and backwards: none is always the one that comes after a checkpoint or a vacuum.
         for contender in contenders if number % 2 == 0 else reversed(contenders):
             progress(f"{case}: round {number + 1} of {rounds}, {contender.name}")
             contender.rates.append(contender.measure())
+
+
+def compare(
+    case: str,
+    contenders: list[Contender],
+    rounds: int,
+    reach: dict[str, float],
+    *,
+    unit: str = "per second",
+    less_is_better: bool = False,
+) -> Iterator[Row]:
+    take_turns(case, contenders, rounds)
     ours, *others = contenders
     for other in others:
-        yield ratio(case, ours, other, reach.get(other.name))
+        yield ratio(case, ours, other, reach.get(other.name), unit, less_is_better=less_is_better)
 
 
-def ratio(case: str, ours: Contender, other: Contender, reach: float | None) -> Row:
-    ratios = [a / b for a, b in zip(ours.rates, other.rates, strict=True)]
-    rates = {c.name: round(statistics.median(c.rates), 1) for c in (ours, other)}
-    return Row(case, other.name, statistics.median(ratios), min(ratios), max(ratios), reach, rates)
+def ratio(
+    case: str,
+    ours: Contender,
+    other: Contender,
+    reach: float | None,
+    unit: str = "per second",
+    *,
+    less_is_better: bool = False,
+) -> Row:
+    pairs = zip(ours.rates, other.rates, strict=True)
+    ratios = [b / a if less_is_better else a / b for a, b in pairs]
+    rates = {c.name: float(f"{statistics.median(c.rates):.4g}") for c in (ours, other)}
+    return Row(case, other.name, statistics.median(ratios), min(ratios), max(ratios), reach, rates, unit)
+
+
+class Progress:
+    """One line: which case, which round, how long so far, about how long still."""
+
+    def __init__(self) -> None:
+        self.begun = self.case_begun = time.monotonic()
+        self.expected: dict[str, float] = {}
+        self.current = ""
+        self.said = 0.0
+
+    def plan(self, expected: dict[str, float]) -> None:
+        """So many seconds for each case that is to come."""
+        self.begun = time.monotonic()
+        self.expected = dict(expected)
+
+    def begin(self, case: str) -> None:
+        self.current, self.case_begun, self.said = case, time.monotonic(), 0.0
+        self.say(case)
+
+    def end(self) -> float:
+        """How long the case took."""
+        del self.expected[self.current]
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        return time.monotonic() - self.case_begun
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        left = max(self.expected.get(self.current, 0) - (now - self.case_begun), 0)
+        left += sum(seconds for case, seconds in self.expected.items() if case != self.current)
+        line = f"{text} | {clock(now - self.begun)} so far, about {clock(left)} left"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        elif now - self.said > 20:  # a file keeps every line: not each of them
+            self.said = now
+            print(line, file=sys.stderr, flush=True)
+
+
+PROGRESS = Progress()
 
 
 def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    PROGRESS.say(text)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What every case needs: a server, and how much to do."""
+    """What every case needs: servers, and how much to do."""
 
     server: str
     amqp_url: str
     management: str
     quick: bool
+    postgres_pid: int = 0
+    broker_pid: int = 0
 
     def size(self, usual: int, quick: int) -> int:
         return quick if self.quick else usual
