@@ -339,7 +339,7 @@ def floor(bench: Bench) -> Iterator[Row]:
 def small_batches(bench: Bench) -> Iterator[Row]:
     """Batches of five after eight thousand of them under one snapshot, and after none, in turn, by the median batch."""
     before, batches, rounds = bench.size(8_000, 2_400), bench.size(2_000, 600), bench.size(3, 1)
-    late, early = Contender(f"after {before}", lambda: 0), Contender("at the start", lambda: 0)
+    late, early = Contender("under an old snapshot", lambda: 0), Contender("under a new one", lambda: 0)
     for number in range(rounds):
         with bench.database() as old, bench.database() as new, connect(old) as worn, connect(new) as fresh:
             reset(worn, (before + batches) * 5)

@@ -53,7 +53,7 @@ STATS = """
     from outbox.stats() as s
 """
 NOTIFY = "select pg_notify(%(channel)s, '')"
-# Marks need no sync of their own: a claim finds those before it on disk or sees to it, and a lost one is only sent again.
+# Marks need no sync of their own: a claim sees to those before it, and a lost one is only sent again.
 SESSION = """
     select set_config('statement_timeout', %(timeout)s, false),
            set_config('synchronous_commit', 'off', false),
