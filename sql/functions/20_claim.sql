@@ -109,10 +109,10 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
+    v_turn      bigint := nextval('outbox.lane_turn') & 63;
     -- In this order: what ended before the snapshot was written before the first position, and synced if the second is as far.
     v_ended     xid := pg_snapshot_xmin(pg_current_snapshot())::xid;
     v_synced    boolean := pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn();
-    v_turn      bigint := nextval('outbox.lane_turn') & 63;
     v_suspect   smallint;
     v_safe_id   bigint;
     v_look_due  boolean;
