@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import build
 import pytest
 
+import build
 import databases
 import servers
 from harness import Management, Queue

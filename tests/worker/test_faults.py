@@ -385,7 +385,8 @@ async def test_w14_the_end_does_not_wait_for_what_never_ends(
     (tmp_path / "app.py").write_text(
         "import os, time\nfrom outbox import Worker, listen\n"
         "@listen('a', queue='thread')\ndef wedged(_body):\n    print('begun', flush=True)\n    time.sleep(600)\n"
-        "@listen('a', queue='task')\nasync def stubborn(_body):\n    import asyncio\n    print('waiting', flush=True)\n    await asyncio.sleep(600)\n"
+        "@listen('a', queue='task')\nasync def stubborn(_body):\n    import asyncio\n"
+        "    print('waiting', flush=True)\n    await asyncio.sleep(600)\n"
         "worker = Worker(os.environ['OUTBOX_AMQP_URL'], listeners=[wedged, stubborn], shutdown=0.5)\n"
     )
     one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
