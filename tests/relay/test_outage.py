@@ -182,13 +182,30 @@ def test_missing_default_exchange_is_an_outage(
     queue.receive(1)
     management("DELETE", "/exchanges/{vhost}/outbox")
     wanted = {emit(db)[1] for _ in range(20)}
-    relay.await_log("server unavailable, trying again")
+    relay.await_log("no exchange 'outbox'")
     eventually(lambda: not leased(db), "released messages")
     assert attempts(db) == 0
     Queue(management)
     assert set(ids(queue, 20)) == wanted
     eventually(lambda: waiting(db) == 0, "an empty table")
     assert attempts(db) == 0
+    assert relay.stop() == 0
+
+
+def test_what_an_outage_has_become_is_told(
+    db: Db, management: Management, queue: Queue, start_relay: StartRelay
+) -> None:
+    """The connection is lost, and when the broker is back the exchange is missing: only the second can be mended."""
+    relay = start_relay()
+    relay.await_log("relay ready")
+    (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
+    management("DELETE", "/exchanges/{vhost}/outbox")
+    management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+    emit(db)
+    relay.await_log("the broker has no exchange 'outbox': create it")
+    Queue(management)
+    queue.receive(1)
+    assert relay.log.count("server unavailable") == 2, "once for each, however often it was tried"
     assert relay.stop() == 0
 
 

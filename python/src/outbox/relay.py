@@ -77,7 +77,7 @@ class MessageRelay:
         self._busy = False  # messages were found since then
         self._looked = self._found = monotonic()  # when a claim was last tried, and when one found messages
         self._in_vain = False  # the bell rang, and there was nothing
-        self._problems: dict[str, str] = {}
+        self._problems: dict[str, str] = {}  # by server: the kind that was told last
         self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
         self._error: OutboxError | None = None
         self._turned = monotonic()
@@ -498,8 +498,8 @@ class MessageRelay:
         """One line per change of state."""
         before = self._problems.pop(what, None)
         if problem is not None:
-            self._problems[what] = problem
-            if before is None:
+            self._problems[what] = kind
+            if before != kind:
                 logger.warning(
                     "server unavailable, trying again" if kind else "not sending",
                     extra={"action": "trouble", "what": what, "kind": kind, "error": problem},
