@@ -434,8 +434,9 @@ class MessageRelay:
                 if self._stopping.is_set():
                     return None
                 if self._publisher is not None:
-                    self._report("broker", self._publisher.lost.error, "BrokerUnavailableError")
-                    await self._publisher.close()
+                    lost, self._publisher = self._publisher, None  # told once, not at each try
+                    self._report("broker", lost.lost.error, "BrokerUnavailableError")
+                    await lost.close()
                 try:
                     new = Publisher(self._settings)
                     self._publisher = await new.open(next(self._brokers), self._store.default_exchange)
