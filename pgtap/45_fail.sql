@@ -20,7 +20,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(147);
+select plan(152);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims, after looking for due messages; the routing keys in order.
@@ -415,6 +415,38 @@ select results_eq(
     $$select a.ids[1], 'rejected' from asked as a$$,
     'dead_among() names it, with the reason, and not the other'
 );
+
+-- And what is to be told about one that it never saw: as claim_batch() would have handed it out, with error and reason.
+select bag_eq(
+    $$select a.attname::text, format_type(a.atttypid, a.atttypmod) from pg_attribute as a
+        where a.attrelid = 'outbox.claimed_message'::regclass and a.attnum > 0 union values ('error', 'text'), ('reason', 'text')$$,
+    $$select n, format_type(t, null) from pg_proc as p, unnest(p.proargnames, p.proargmodes, p.proallargtypes) as o (n, m, t)
+        where p.oid = 'outbox.dead_among'::regproc and o.m = 't'$$,
+    'dead_among() has the fields of claimed_message, and error and reason'
+);
+call pg_temp.start_over();
+select outbox.emit_bytes('plain', '\x01', 'a/b') as plain \gset
+select outbox.emit(
+    'whole', '1', 'k', '{"a": 1}', 'elsewhere', expires_in => '1 s', message_id => '00000000-0000-0000-0000-00000000000a', properties => '{"priority": 3}'
+) as whole \gset
+update outbox.message set expires_at = clock_timestamp() - interval '1 s', attempts = 2, error = 'before', created_at = '2026-01-01' where id = :whole;
+update outbox.message set expires_at = clock_timestamp() where id = :plain;
+select is(pg_temp.claim(), '', 'two that are found expired');
+select results_eq(
+    format('select exchange, routing_key, key, body, content_type, headers, properties, attempts, error, reason from outbox.dead_among(%L) order by id', array[:plain, :whole]),
+    $$values
+        ('outbox', 'plain', null, '\x01'::bytea, 'a/b', null, null, 0, null, 'expired'),
+        ('elsewhere', 'whole', 'k', '1'::bytea, 'application/json', '{"a": 1}'::jsonb, '{"priority": 3}'::jsonb, 2, 'before', 'expired')$$,
+    'dead_among() tells what they were'
+);
+select results_eq(
+    format('select message_id, created_at, expires_in between interval ''-1 min'' and interval ''-1 s'' from outbox.dead_among(%L)', array[:whole]),
+    $$values ('00000000-0000-0000-0000-00000000000a'::uuid, '2026-01-01'::timestamptz, true)$$,
+    'who they were, and for how long they had been over'
+);
+update outbox.dead_letter set dead_at = clock_timestamp() - interval '59 s' where id = :whole;
+update outbox.dead_letter set dead_at = clock_timestamp() - interval '60 s' where id = :plain;
+select is((select array_agg(d.id) from outbox.dead_among(array[:plain, :whole]) as d), array[:whole]::bigint[], 'a minute later it does not tell any more');
 
 select * from finish();
 rollback;

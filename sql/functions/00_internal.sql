@@ -9,7 +9,7 @@
 --   OB006  messages is not what emit_many() takes  OB090  installed already, or not as expected
 --   OB010  not read committed                      OB091  the server or database is not suitable
 --   OB015  the other kind delivers                 OB092  uninstall refused
---                                                  OB093  upgrade refused: a table is in use
+--   OB016  a notice: messages were put aside       OB093  upgrade refused: a table is in use
 
 create or replace function outbox._refuse(code text, message text, hint text)
     returns void

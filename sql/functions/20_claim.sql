@@ -435,6 +435,7 @@ begin
     v_part.kills := case when v_part.suspects = (_take_suspects.lane).suspects then (_take_suspects.lane).kills else 0 end;
     if v_part.kills >= 5 then
         perform outbox._bury(v_part.suspects, array['killed_relay'], array['the relay died with it 5 times, nothing else in its hands'], 0);
+        raise notice using errcode = 'OB016', message = 'messages were put aside', detail = v_part.suspects::text;
         v_part.suspects := '{}';
         v_part.kills := 0;
     end if;
@@ -667,6 +668,8 @@ begin
         return false;
     end if;
     perform outbox._bury(v_expired, array_fill('expired'::text, array[cardinality(v_expired)]), null, 0);
+    -- A claim returns only what is to be sent: in this way a relay learns which messages it put aside.
+    raise notice using errcode = 'OB016', message = 'messages were put aside', detail = v_expired::text;
     return true;
 end
 $function$;

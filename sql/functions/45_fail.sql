@@ -246,7 +246,22 @@ comment on function outbox.mark_failed(uuid, bigint[], text[], text[], interval[
     'Settles messages the broker refused: each is retried after a back-off, or dead. counts => false: no attempt is counted, for what is not the message''s fault. dead => true: none is retried. Returns how many; fewer than given as for mark_sent().';
 
 create or replace function outbox.dead_among(ids bigint[])
-    returns table (id bigint, reason text)
+    returns table (
+        id           bigint,
+        message_id   uuid,
+        exchange     text,
+        routing_key  text,
+        key          text,
+        body         bytea,
+        content_type text,
+        headers      jsonb,
+        properties   jsonb,
+        expires_in   interval,
+        attempts     integer,
+        created_at   timestamptz,
+        error        text,
+        reason       text
+    )
     language plpgsql
     stable
     security definer
@@ -257,14 +272,18 @@ begin
         perform outbox._refuse('OB001', 'ids must not be null', 'Pass ids of messages.');
     end if;
     return query
-        select d.id, d.reason
+        select
+            d.id, d.message_id, coalesce(d.exchange, outbox._value_of('default_exchange')), d.routing_key, d.key, d.body, d.content_type,
+            d.headers, d.properties, d.expires_at - d.dead_at, d.attempts, d.created_at, d.error, d.reason
         from outbox.dead_letter as d
-        where d.id = any (dead_among.ids);
+        where d.id = any (dead_among.ids)
+          -- what a relay has just seen die; older ones are none of its business
+          and d.dead_at > clock_timestamp() - interval '1 minute';
 end
 $function$;
 
 comment on function outbox.dead_among(bigint[]) is
-    'Which of these messages are dead, and why: for a relay that tells others.';
+    'Which of these messages died within the last minute, and why: for a relay that tells others. The fields are those of claimed_message, and error and reason.';
 
 create or replace function outbox.requeue_dead(ids bigint[])
     returns integer

@@ -1,1 +1,2 @@
 -- locks: none
+drop function outbox.dead_among(bigint[]);

@@ -44,7 +44,6 @@ RELAY = (
     "next_due() is null",
     f"extend_lease('{BATCH}', '1 min')",
     f"mark_failed('{BATCH}', '{{1,2,3}}', '{{x,y,é}}', '{{unroutable,rejected,unroutable}}', '{{1 h,2 h,3 h}}')",
-    "dead_among('{1,2,3}')",
     f"mark_sent('{BATCH}', '{{5,6}}')",
     f"release_batch('{BATCH}')",
     "arm_wakeup()",
@@ -65,6 +64,10 @@ ADMIN = (
 CLAIM = (
     "select id, routing_key, key, body, content_type, headers, properties, exchange, attempts, expires_in is null"
     f" from outbox.claim_batch('{BATCH}', '100', '1 min')"
+)
+DEAD_AMONG = (
+    "select id, exchange, routing_key, key, body, content_type, headers, properties, attempts, error, reason"
+    " from outbox.dead_among('{1,2,3}')"
 )
 WRITTEN = """
 select m.id, m.routing_key, m.key, m.exchange, m.content_type, m.headers::text, m.properties::text,
@@ -123,6 +126,7 @@ def tell(dsn: str, roles: dict[str, str], prepare: str = "") -> dict[str, Any]:
         rows = answer(relay, CLAIM)
         facts["claimed"] = sorted(rows, key=lambda row: int(row[0])) if isinstance(rows, list) else rows
         facts |= {function: call(relay, function) for function in RELAY}
+        facts["dead_among('{1,2,3}')"] = answer(relay, DEAD_AMONG)
         facts["settled"] = reader.execute(WRITTEN).fetchall()
         facts["kept"] = reader.execute(KEPT).fetchall()
         facts["days"] = reader.execute(DAYS).fetchall()

@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 
 import outbox.metrics
 from harness import PATIENCE, Db, Page, Proxy, Queue, RunOutbox, StartRelay, emit, eventually, leased, waiting
 from outbox import MessageRelay
+from outbox.config import RelaySettings
+from outbox.errors import DatabaseUnavailableError
 from outbox.hooks import Failure
-from outbox.store import ClaimedMessage
+from outbox.store import ClaimedMessage, Store
 
 QUICK = ("--lease", "3", "--confirm-timeout", "1", "--heartbeat", "1", "--send-timeout", "1")
 CANARY = "canary-in-a-body"
@@ -243,6 +246,152 @@ async def test_hooks(
     said = [record.hook for record in caplog.records if record.message == "a hook failed"]  # type: ignore[attr-defined]
     assert sorted(set(said)) == ["dead_lettered", "failed", "sent", "settled"]
     assert len(said) == len(set(said)) + 2  # once a minute for each kind and relay
+
+
+class Letters:
+    """A hook that keeps what died, and what was sent."""
+
+    def __init__(self) -> None:
+        self.dead: list[Failure] = []
+        self.keys: list[str] = []
+
+    def dead_lettered(self, failures: Sequence[Failure]) -> None:
+        self.dead += failures
+
+    def sent(self, messages: Sequence[ClaimedMessage]) -> None:
+        self.keys += [message.routing_key for message in messages]
+
+
+async def until(look: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not look():  # noqa: ASYNC110 - what is looked at tells nobody
+            await asyncio.sleep(0.02)
+
+
+def expired(db: Db, number: int, **more: object) -> int:
+    """The id of a message that no relay will see alive."""
+    with db.transaction():
+        id_, _ = emit(db, "late", {"n": number}, expires_in="1 hour", **more)
+        db.execute("update outbox.message set expires_at = clock_timestamp() where id = %s", [id_])
+    return id_
+
+
+async def test_hooks_are_told_what_a_claim_puts_aside(dsn: str, db: Db, amqp_url: str, queue: Queue) -> None:
+    # What is set for everybody does not keep the notice from a relay.
+    db.execute(f"alter database {db.info.dbname} set client_min_messages = error")
+    ids = [expired(db, number, headers='{"h": 1}') for number in range(45)]
+    killer, message_id = emit(db, "killer", {"n": 45}, key="k", exchange="other")
+    db.execute(
+        "update outbox.lane as l set suspects = array[m.id], trial = 1, kills = 5, version = version + 1"
+        " from outbox.message as m where m.id = %s and l.lane = m.lane",
+        [killer],
+    )
+    emit(db, "good")
+    heard, metrics = Letters(), outbox.metrics.Metrics()
+    relay = MessageRelay(dsn=dsn, amqp_url=amqp_url, hooks=[Broken(), heard, metrics])
+    running = asyncio.create_task(relay.run())
+    await until(lambda: heard.keys and not waiting(db))
+    relay.stop()
+    await running
+    await MessageRelay(dsn=dsn, amqp_url=amqp_url, once=True, hooks=[heard]).run()
+    assert len(queue.receive(1)) == 1
+    found = {failure.message.id: failure for failure in heard.dead}
+    assert sorted(found) == [*ids, killer]
+    assert len(heard.dead) == len(found), "once each"
+    for number, (message, error, reason) in enumerate(found[id_] for id_ in ids):
+        assert (message.routing_key, json.loads(message.body), message.exchange) == ("late", {"n": number}, "outbox")
+        assert (message.headers, message.key, error, reason) == ({"h": 1}, None, "", "expired")
+    message, error, reason = found[killer]
+    assert message.message_id == message_id
+    assert (message.routing_key, message.body, message.exchange) == ("killer", b'{"n": 45}', "other")
+    assert (message.key, reason) == ("k", "killed_relay")
+    assert error == "the relay died with it 5 times, nothing else in its hands"
+    # Nobody refused them: among the dead they are counted, among the failures they are not.
+    assert [row[0] for row in metrics.snapshot({})["counters"]] == ["outbox_messages_published_total"]
+
+
+def test_metrics_count_what_a_claim_puts_aside(db: Db, start_relay: StartRelay, page: Page, queue: Queue) -> None:
+    start_relay("--http", page.address)
+    emit(db)
+    queue.receive(1)
+    expired(db, 1)
+    page.shows(f'outbox_messages{{database="{db.info.dbname}",state="dead"}}', 1)
+
+
+@pytest.mark.usefixtures("queue")
+async def test_hooks_are_told_though_the_answer_was_lost(
+    dsn: str, db: Db, amqp_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Letters()
+    relay = MessageRelay(dsn=dsn, amqp_url=amqp_url, hooks=[heard])
+    claim = Store.claim
+    lost: list[UUID] = []
+
+    async def lose(store: Store, token: UUID, size: int) -> list[ClaimedMessage]:
+        answer = await claim(store, token, size)
+        if store.put_aside and not lost:
+            lost.append(token)
+            raise DatabaseUnavailableError("lost")
+        return answer
+
+    monkeypatch.setattr(Store, "claim", lose)
+    expired(db, 1)
+    running = asyncio.create_task(relay.run())
+    await until(lambda: heard.dead)
+    emit(db)
+    await until(lambda: heard.keys)
+    relay.stop()
+    await running
+    assert lost
+    assert [failure.message.routing_key for failure in heard.dead] == ["late"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_is_put_aside_holds_up_no_message(
+    dsn: str, db: Db, amqp_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """Claimed in the same call: it is sent before anybody is told, also when that fails."""
+    heard = Letters()
+    relay = MessageRelay(dsn=dsn, amqp_url=amqp_url, hooks=[heard])
+    ask = Store.dead_messages
+    asked: list[Sequence[int]] = []
+
+    async def slow(store: Store, ids: Sequence[int]) -> Any:
+        asked.append(ids)
+        await until(lambda: "first" in heard.keys)
+        if fails:
+            raise DatabaseUnavailableError("away")
+        return await ask(store, ids)
+
+    monkeypatch.setattr(Store, "dead_messages", slow)
+    expired(db, 1, key="k")
+    emit(db, "first", key="k")
+    running = asyncio.create_task(relay.run())
+    await until(lambda: asked and "first" in heard.keys)
+    emit(db, "second", key="k")
+    await until(lambda: "second" in heard.keys)
+    relay.stop()
+    await running
+    assert len(queue.receive(2)) == 2
+    assert [failure.reason for failure in heard.dead] == ([] if fails else ["expired"])
+    assert len(asked) == 1
+
+
+NOTICE = """
+create function public.chatter() returns trigger language plpgsql
+    as $$begin raise notice 'other' using detail = '{77}'; return null; end$$;
+create trigger chatter after insert on outbox.dead_letter execute function public.chatter()
+"""
+
+
+async def test_other_notices_name_no_messages(dsn: str, db: Db, amqp_url: str) -> None:
+    """The code of its own is OB016."""
+    db.execute(NOTICE)
+    late = expired(db, 1)
+    store = Store(RelaySettings(dsn=dsn, amqp_url=amqp_url))
+    assert await store.claim(uuid4(), 10) == []
+    assert store.put_aside == [late]
+    await store.close()
 
 
 HOOKS = """

@@ -149,4 +149,6 @@ class InUseError(RefusedError):
     code = "OB093"
 
 
+# The code of a notice, no error: a claim put messages aside.
+PUT_ASIDE = "OB016"
 BY_CODE: dict[str, type[RefusedError]] = {kind.code: kind for kind in RefusedError.__subclasses__()}

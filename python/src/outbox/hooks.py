@@ -15,7 +15,7 @@ SAY_EVERY = 60.0
 
 
 class Failure(NamedTuple):
-    """A message that the broker did not take, and why."""
+    """A message that the broker did not take, or that the database put aside, and why."""
 
     message: ClaimedMessage
     error: str
@@ -32,9 +32,10 @@ class Hooks(Protocol):
         """They are tried again later, or are dead."""
 
     def dead_lettered(self, failures: Sequence[Failure]) -> None:
-        """Those of the failed that are not tried again; the reason is that of outbox.dead_letter.
+        """They are not tried again: some of the failed, and what the database put aside when this relay claimed.
 
-        Not what the database puts aside at a claim, expired or killed_relay: that was in no relay's hands.
+        The reason is that of outbox.dead_letter. What was put aside is expired or killed_relay; its error is empty,
+        or that of an earlier try. Nothing is told twice, and nothing if the database is away at that moment.
         """
 
     def lease_lost(self, phase: str, count: int) -> None:

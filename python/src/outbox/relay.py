@@ -34,6 +34,8 @@ FRESH = 2.0
 SLEEP_MOST = 1.0
 # How soon to look again while messages may come unannounced: longer, the longer none came.
 SOON, SOON_MOST = 0.005, 0.05
+# Each has a body, of 1 MiB at most unless somebody configured more.
+TOLD_AT_ONCE = 20
 ACCESS_REFUSED, NOT_FOUND = 403, 404
 LOST = float("-inf")
 
@@ -196,12 +198,25 @@ class MessageRelay:
             self._lost_claims[token] = begun + self._settings.statement_timeout
             return None
         self.last_claim = time()
-        if not messages:
-            return None
-        self._found, self._in_vain = begun, False
-        batch = Batch(token, messages, begun, begun, self._store.sessions)
-        self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+        batch = None
+        if messages:
+            self._found, self._in_vain = begun, False
+            batch = Batch(token, messages, begun, begun, self._store.sessions)
+            self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+        if self._store.put_aside:
+            await self._tell_put_aside()
         return batch
+
+    async def _tell_put_aside(self) -> None:
+        """What claims found expired, or to have killed relays. Claiming waits for it, delivering does not."""
+        ids, self._store.put_aside = self._store.put_aside, []
+        while ids and self._tell:
+            some, ids = ids[:TOLD_AT_ONCE], ids[TOLD_AT_ONCE:]
+            dead = await self._ask(self._store.dead_messages(some), None)
+            if dead is None:
+                return
+            if dead:
+                self._tell("dead_lettered", [Failure(*one) for one in dead])
 
     async def _disarm(self) -> None:
         if self._armed:

@@ -18,7 +18,14 @@ import psycopg
 from psycopg.rows import args_row, scalar_row
 
 from outbox.config import RelaySettings
-from outbox.errors import BY_CODE, ConfigurationError, DatabaseUnavailableError, NotInstalledError, OutboxError
+from outbox.errors import (
+    BY_CODE,
+    PUT_ASIDE,
+    ConfigurationError,
+    DatabaseUnavailableError,
+    NotInstalledError,
+    OutboxError,
+)
 from outbox.options import UNREADABLE
 from outbox.tls import database_tls
 
@@ -44,6 +51,12 @@ DISARM_WAKEUP = "select outbox.disarm_wakeup()"
 NEXT_DUE = "select extract(epoch from outbox.next_due() - clock_timestamp())::double precision"
 CLEANUP = "select (outbox.cleanup()).more"
 DEAD_AMONG = "select jsonb_object_agg(id, reason) from outbox.dead_among(ids => %(ids)s::bigint[])"
+# Apart: a database of 0.1.0 has no such columns, and puts nothing aside with a notice.
+DEAD_MESSAGES = """
+    select id, message_id::text, exchange, routing_key, key, body, content_type, headers, properties, expires_in,
+           attempts, created_at, coalesce(error, ''), reason
+    from outbox.dead_among(ids => %(ids)s::bigint[])
+"""
 STATS = """
     select to_jsonb(s) || jsonb_build_object(
         'at', extract(epoch from clock_timestamp()),
@@ -59,7 +72,7 @@ SESSION = """
            set_config('synchronous_commit', 'off', false),
            set_config('lock_timeout', '0', false),
            set_config('idle_session_timeout', '0', false),
-           set_config('client_min_messages', 'warning', false),
+           set_config('client_min_messages', 'notice', false),
            set_config('default_transaction_read_only', 'off', false),
            set_config('default_transaction_isolation', 'read committed', false),
            set_config('array_nulls', 'on', false)
@@ -117,6 +130,8 @@ class Store:
         # Whether a connection is a session of our own. A pooler's is not, and must not be given settings or locks.
         self.private = False
         self._replica_lacks_it = False
+        # What claims have put aside; whoever claims takes it. It is kept when the answer to a claim is lost.
+        self.put_aside: list[int] = []
 
     async def connect(self) -> bool:
         """Makes the first session; whatever only a person can put right shows here."""
@@ -196,6 +211,12 @@ class Store:
         """Which of them are dead letters, and why."""
         found = await self._one(DEAD_AMONG, ids=array(ids))
         return {int(id_): reason for id_, reason in (found or {}).items()}
+
+    async def dead_messages(self, ids: Sequence[int]) -> list[tuple[ClaimedMessage, str, str]]:
+        """Those of them that have just died, each with error and reason."""
+        async with self._session() as connection, connection.cursor(binary=True) as cursor:
+            await cursor.execute(DEAD_MESSAGES, {"ids": array(ids)})
+            return [(ClaimedMessage(*row[:-2]), *row[-2:]) for row in await cursor.fetchall()]
 
     async def stats(self) -> dict[str, Any]:
         """The state of the outbox, and the database's clock."""
@@ -281,7 +302,9 @@ class Store:
         return connection
 
     def _on_notice(self, notice: psycopg.errors.Diagnostic) -> None:
-        """Cancelling a commit that waits for a synchronous replica lets it succeed, with a warning without a code."""
+        if notice.sqlstate == PUT_ASIDE:
+            self.put_aside += map(int, str(notice.message_detail).strip("{}").split(","))
+        # Cancelling a commit that waits for a synchronous replica lets it succeed, with a warning without a code.
         if notice.source_function == "SyncRepWaitForLSN":
             self._replica_lacks_it = True
 
