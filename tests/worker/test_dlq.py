@@ -62,6 +62,9 @@ async def test_purge(broker: Broker, start: StartProcess) -> None:
     status, lines = await run(start, broker, "purge", "q")
     assert (status, await broker.ready("q.dlq")) == (2, 3)
     assert lines == ["outbox: purge throws all dead letters of the queue away: say so with --all"]
+    for arguments in (["--dry-run"], ["--all", "--dry-run"]):
+        assert await run(start, broker, "purge", "q", *arguments) == (0, ["would throw 3 away"])
+    assert await broker.ready("q.dlq") == 3
     assert await run(start, broker, "purge", "q", "--all") == (0, ["3 thrown away"])
     assert await broker.ready("q.dlq") == 0
 
@@ -73,6 +76,7 @@ async def test_purge(broker: Broker, start: StartProcess) -> None:
         (["requeue", "q"], "outbox: which ones? pass their message_ids, or --all"),
         (["requeue", "q", "some", "--all"], "outbox: which ones? pass their message_ids, or --all"),
         (["list", "q", "--all"], "outbox: --all is for requeue and purge"),
+        (["requeue", "q", "--all", "--dry-run"], "outbox: --dry-run is for purge"),
     ],
 )
 async def test_refused(broker: Broker, start: StartProcess, arguments: list[str], words: str) -> None:

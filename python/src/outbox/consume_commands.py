@@ -56,6 +56,7 @@ def add_commands(commands: Any) -> None:
     dlq.add_argument("queue", metavar="QUEUE", help="the queue of a listener")
     dlq.add_argument("ids", metavar="MESSAGE_ID", nargs="*", help="only these (show, requeue)")
     dlq.add_argument("--all", action="store_true", help="all of them (requeue, purge)")
+    dlq.add_argument("--dry-run", action="store_true", help="only say how many it would be (purge)")
     add_options(dlq, RelaySettings, "amqp_url", *TLS_OPTIONS)
     dlq.set_defaults(run=run_dlq)
     for command in (worker, topology, dlq):
@@ -94,12 +95,15 @@ def run_dlq(options: argparse.Namespace) -> int:
         raise ConfigurationError("no broker given: pass --amqp-url or set OUTBOX_AMQP_URL")
     if options.what == "requeue" and bool(options.ids) == options.all:
         raise ConfigurationError("which ones? pass their message_ids, or --all")
-    if options.what == "purge" and (options.ids or not options.all):
+    if options.what == "purge" and (options.ids or not (options.all or options.dry_run)):
         raise ConfigurationError("purge throws all dead letters of the queue away: say so with --all")
     if options.what in ("list", "show") and options.all:
         raise ConfigurationError("--all is for requeue and purge")
+    if options.what != "purge" and options.dry_run:
+        raise ConfigurationError("--dry-run is for purge")
     ca, cert, key = (getattr(options, name) or os.environ.get(variable(name), "") for name in TLS_OPTIONS)
-    asyncio.run(attend(url, (ca, cert, key), options.what, options.queue, set(options.ids)))
+    what = "count" if options.dry_run else options.what
+    asyncio.run(attend(url, (ca, cert, key), what, options.queue, set(options.ids)))
     return 0
 
 
@@ -108,7 +112,9 @@ async def attend(url: str, files: tuple[str, str, str], what: str, queue: str, i
     from outbox.dead_letters import DeadLetters  # noqa: PLC0415 - as above
 
     async with DeadLetters(Address(url, HEARTBEAT, *files), queue).opened() as letters:
-        if what == "purge":
+        if what == "count":
+            sys.stdout.write(f"would throw {letters.count} away\n")
+        elif what == "purge":
             sys.stdout.write(f"{await letters.purge()} thrown away\n")
         elif what == "requeue":
             count = await letters.requeue(lambda letter: not ids or letter.message_id in ids)

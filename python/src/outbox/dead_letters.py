@@ -73,7 +73,7 @@ class DeadLetters:
         self._at, self._queue = at, queue.removesuffix(DEAD_SUFFIX)
         self._name = self._queue + DEAD_SUFFIX
         self._channel: Any = None
-        self._count = 0
+        self.count = 0  # when it was opened
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[DeadLetters]:
@@ -82,7 +82,7 @@ class DeadLetters:
             async with unavailable():
                 opened = await connection.channel()
                 self._channel = await opened.get_underlay_channel()
-                self._count = (await self._channel.queue_declare(self._name, passive=True)).message_count
+                self.count = (await self._channel.queue_declare(self._name, passive=True)).message_count
             yield self
         except BrokerUnavailableError as error:
             if isinstance(error.__cause__, ChannelNotFoundEntity):
@@ -93,7 +93,7 @@ class DeadLetters:
 
     async def each(self) -> AsyncIterator[DeadLetter]:
         """Those that were there at the beginning, first to last. Each stays in hand until the end."""
-        for _ in range(self._count):
+        for _ in range(self.count):
             async with unavailable():
                 message = await self._channel.basic_get(self._name)
             if message.delivery_tag is None:
