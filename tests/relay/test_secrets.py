@@ -146,3 +146,27 @@ def test_broker_that_vanishes(addresses: Addresses, start_relay: StartRelay, man
     relay.await_log("server unavailable")
     relay.stop()
     assert_clean(relay.log)
+
+
+@pytest.mark.parametrize(
+    ("setting", "logged"),
+    [
+        ("log_min_duration_statement = 0", True),
+        ("log_statement = 'all'", True),
+        ("log_min_duration_statement = 0; set log_parameter_max_length = 0", False),
+        ("log_statement = 'all'; set log_parameter_max_length = 0", False),
+    ],
+)
+def test_bodies_in_the_servers_log(db: Db, setting: str, *, logged: bool) -> None:
+    """A session is sent what the server logs about it, if it asks for that."""
+    lines: list[str] = []
+    db.add_notice_handler(lambda said: lines.append(f"{said.severity} {said.message_primary} {said.message_detail}"))
+    db.execute(f"set client_min_messages = log; set {setting}".encode())
+    db.execute("select outbox.emit('a', %s::jsonb)", ['"canary"'])
+    assert "LOG" in "".join(lines)
+    assert ("canary" in "".join(lines)) is logged
+
+
+def test_bodies_in_the_servers_log_by_default(db: Db) -> None:
+    for name, default in (("log_parameter_max_length", "-1"), ("log_parameter_max_length_on_error", "0")):
+        assert db.execute("select boot_val from pg_settings where name = %s", [name]).fetchone() == (default,)
