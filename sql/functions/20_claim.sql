@@ -109,11 +109,14 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
-    v_turn      bigint := nextval('outbox.lane_turn') & 63;
-    -- In this order: what ended before the snapshot was written before the first position, and synced if the second is as far.
+    -- In this order: what ended before the snapshot was written before the first position, and synced if the second is as
+    -- far. Before the turn is drawn, which may write itself. (A replica has no such positions; it is refused by the turn.)
     v_ended     xid := pg_snapshot_xmin(pg_current_snapshot())::xid;
-    v_synced    boolean := pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn();
+    v_synced    boolean := case when not pg_is_in_recovery() then pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() end;
+    v_turn      bigint := nextval('outbox.lane_turn') & 63;
+    v_suspected smallint[] := '{}';
     v_suspect   smallint;
+    v_floors    bigint[];
     v_safe_id   bigint;
     v_look_due  boolean;
     v_due       boolean;
@@ -154,8 +157,8 @@ begin
     if exists (select from outbox.setting as s where s.name = 'paused') then
         return;
     end if;
-    select h.due_checked_at <= v_now - interval '100 ms'
-    into v_look_due
+    select h.due_checked_at <= v_now - interval '100 ms', h.floors
+    into v_look_due, v_floors
     from outbox.horizon as h
     order by h.version desc
     limit 1;
@@ -166,10 +169,11 @@ begin
     -- What may have killed a relay leaves alone: taken with empty hands, and nothing beside it until it is settled. Every
     -- other claim begins with it.
     if exists (select from outbox.lane as l where l.suspects <> '{}') then
+        v_suspected := array(select l.lane from outbox._lanes() as l where l.suspects <> '{}');
         select l.lane
         into v_suspect
         from outbox._lanes() as l
-        where l.suspects <> '{}'
+        where l.lane = any (v_suspected)
           and (l.leased_until is null or l.leased_until <= v_now or l.relay = claim_batch.relay)
         order by (l.lane - v_turn) & 63
         limit 1;
@@ -184,49 +188,50 @@ begin
 
     open v_candidates for
         select l.lane, l.relay, l.leased_until > v_now as leased
-        -- In turn, and looked into only as far as the loop goes: with a backlog one or two lanes fill the batch.
+        -- In turn, and looked into only as far as the loop goes: with a backlog one or two lanes fill the batch. Messages
+        -- before the lane itself: most lanes have none, and the row of a lane costs three times as much to read.
         from generate_series(v_turn, v_turn + 63) as n
         cross join lateral (
-            select x.lane, x.floor, x.relay, x.leased_until, x.suspects
+            select x.lane, x.relay, x.leased_until
             from outbox.lane as x
             where x.lane = (n & 63)::smallint
             order by x.version desc
             limit 1
         ) as l
-        where (l.leased_until is null
+        -- Each looked for only if the one before it found nothing. (EXISTS might be planned as a hash of the whole table.)
+        where coalesce(
+                  nullif((n & 63)::smallint = any (v_suspected), false),
+                  (
+                      select true
+                      from outbox.message as m
+                      where m.lane = (n & 63)::smallint
+                        and m.due_at is null
+                        and m.id >= coalesce(v_floors[(n & 63) + 1], 0)
+                      limit 1
+                  ),
+                  (
+                      select true
+                      from outbox.message as m
+                      where v_due
+                        and m.lane = (n & 63)::smallint
+                        and m.due_at is not null
+                        and m.due_at <> 'infinity'
+                        and m.due_at <= v_now
+                      limit 1
+                  ),
+                  (
+                      select true
+                      from outbox.held_key as k
+                      where v_held
+                        and k.lane = (n & 63)::smallint
+                        and k.head_id is null
+                      limit 1
+                  )
+              )
+          and (l.leased_until is null
                or l.leased_until <= v_now
                -- somebody else's lease: worth a look whether its holder lives
-               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay)
-          -- Each looked for only if the one before it found nothing. (EXISTS might be planned as a hash of the whole table.)
-          and coalesce(
-              nullif(l.suspects <> '{}', false),
-              (
-                  select true
-                  from outbox.message as m
-                  where m.lane = l.lane
-                    and m.due_at is null
-                    and m.id >= l.floor
-                  limit 1
-              ),
-              (
-                  select true
-                  from outbox.message as m
-                  where v_due
-                    and m.lane = l.lane
-                    and m.due_at is not null
-                    and m.due_at <> 'infinity'
-                    and m.due_at <= v_now
-                  limit 1
-              ),
-              (
-                  select true
-                  from outbox.held_key as k
-                  where v_held
-                    and k.lane = l.lane
-                    and k.head_id is null
-                  limit 1
-              )
-          );
+               or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay);
     loop
         fetch v_candidates into v_candidate;
         exit when not found or v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
@@ -295,7 +300,7 @@ begin
         v_ids := v_ids || v_part.ids;
         v_tids := v_tids || v_part.tids;
         v_bytes := v_bytes + v_part.bytes;
-        v_lanes := v_lanes + 1;
+        v_lanes := v_lanes + (v_part.ids <> '{}')::integer;
         exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
     end loop;
     close v_candidates;
@@ -305,7 +310,7 @@ begin
     end if;
 
     -- A full batch may have left some behind whose time has come: then the next claim looks as well.
-    if v_look_due and v_lanes > 0 and cardinality(v_ids) < claim_batch.batch_size then
+    if v_look_due and v_next is not null and cardinality(v_ids) < claim_batch.batch_size then
         update outbox.horizon as h
         set version = h.version + 1,
             due_checked_at = v_now
@@ -321,7 +326,8 @@ begin
     -- This commit is the fence between an emit with synchronous_commit = off and its publishing. It need not sync when all
     -- that it hands out was on disk as it began: the usual case when little happens. For many messages asking costs more.
     -- (A set clause of the function would have ended before the commit.)
-    if current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
+    if v_ids <> '{}'
+       and current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
        and (not v_synced
             or cardinality(v_tids) > 20
             or current_setting('synchronous_standby_names') <> ''

@@ -78,7 +78,9 @@ begin
         pending_xid = v_horizon.pending_xid,
         noted_id = v_horizon.noted_id,
         noted_xids = v_horizon.noted_xids,
-        noted_at = v_horizon.noted_at
+        noted_at = v_horizon.noted_at,
+        -- For claims, which then need not read lanes without messages. A sweep lowers floors only under the lock we have.
+        floors = array(select l.floor from outbox._lanes() as l order by l.lane)
     where h.version = v_horizon.version;
 end
 $function$;

@@ -74,6 +74,7 @@ create table outbox.horizon (
     noted_at       timestamptz not null default '-infinity',
     due_checked_at timestamptz not null default '-infinity',
     floor_repairs  bigint      not null default 0,
+    floors         bigint[],
     constraint horizon_pkey primary key (version),
     constraint horizon_pending_whole check ((pending_id is null) = (pending_xid is null)),
     constraint horizon_noted_whole check ((noted_id is null) = (noted_xids is null))
@@ -102,6 +103,7 @@ comment on column outbox.horizon.noted_xids     is 'proof by lock holders: once 
 comment on column outbox.horizon.noted_at       is 'when they were noted';
 comment on column outbox.horizon.due_checked_at is 'when a claim last looked for messages whose time has come';
 comment on column outbox.horizon.floor_repairs  is 'ready messages the sweep found below a floor; anything but 0 is a bug';
+comment on column outbox.horizon.floors         is 'floors of all lanes as they were noted last, so none is above the lane''s own; null: not noted, look from the start';
 
 create table outbox.held_key (
     lane    smallint not null,
