@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from outbox.errors import ConfigurationError
 from outbox.options import flag, knob, secret, variable
 
-# One call of the database may take an eighth of a lease, and so many seconds at most: a batch needs about three of them.
+# One call of the database may take this share of a lease, and so many seconds at most: three must fit into one.
 STATEMENT_SHARE, STATEMENT_MOST = 8, 15.0
 
 

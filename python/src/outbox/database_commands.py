@@ -76,7 +76,9 @@ def add_commands(commands: Any) -> None:
     command = add(commands, "uninstall", uninstall, "remove the package from a database, with everything in it")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument("--yes", action="store_true", help="do not ask")
-    command.add_argument("--force", action="store_true", help="even if messages wait, are dead or are kept, or other objects need it")
+    command.add_argument(
+        "--force", action="store_true", help="even if messages wait, are dead or are kept, or other objects need it"
+    )
     add(commands, "verify", verify, "compare the package in a database with what was shipped", VERIFY_STATUS)
 
 

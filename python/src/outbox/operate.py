@@ -86,7 +86,7 @@ def add_commands(commands: Any) -> None:
     add_format(command)
     command.add_argument("--watch", metavar="SECONDS", nargs="?", type=float, const=2.0, help="again and again [2]")
 
-    dead = commands.add_parser("dead", help="messages that could not be sent: look at them, send them again or remove them")
+    dead = commands.add_parser("dead", help="messages that could not be sent: look, send again, remove")
     kinds = dead.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = add(kinds, "list", dead_list, "admin", "list the last dead letters")
     add_format(command)
