@@ -273,6 +273,7 @@ begin
         dedup_key, body
     )
     values (
+        -- The lane: as in emit(), which says why.
         case when _emit.key is null then (date_part('epoch', clock_timestamp()) * 250)::bigint + pg_backend_pid() & 63
              else hashtextextended(_emit.key collate "C", 0) & 63 end,
         v_due_at, v_message_id, _emit.exchange, _emit.routing_key, _emit.key, _emit.content_type, v_headers, _emit.properties, v_now,

@@ -45,7 +45,7 @@ begin
     end;
     if not v_ok then
         perform outbox._refuse('OB020', format('value cannot be taken for %s', configure.name),
-            'See the settings in the README; null goes back to the default.');
+            'docs/tuning.md lists what each setting takes; null goes back to the default.');
     end if;
 
     insert into outbox.setting as s (name, value)

@@ -64,6 +64,16 @@ def test_check_of_the_rights(role: tuple[str, str], cleaner: Db) -> None:
     assert findings(dsn) == []
 
 
+def test_hint_about_the_rights_helps(role: tuple[str, str], cleaner: Db) -> None:
+    """Rights given by hand would go with the next upgrade: it names the function that grants them."""
+    django_connection(role[1])
+    from outbox.django.apps import check_database  # noqa: PLC0415 - needs Django's settings
+
+    (found,) = check_database(databases=["default"])
+    cleaner.execute("select outbox.grant_emit" + found.hint.partition("outbox.grant_emit")[2])
+    assert findings(role[1]) == []
+
+
 def test_relay(tmp_path: Path, dsn: str, db: Db, amqp_url: str, waiting: Waiting) -> None:
     settings = f"DATABASES = {{'default': {django_place(dsn)}}}\nINSTALLED_APPS = ['outbox.django']\n"
     write(tmp_path, {"settings.py": settings})

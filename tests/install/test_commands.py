@@ -396,6 +396,25 @@ def test_uninstall(installed: str, outbox: Command, mode: Mode) -> None:
     assert "does not have the package outbox" in outbox("uninstall", "--yes", status=2)
 
 
+def test_what_uninstall_foretells_is_what_it_does(empty: str, outbox: Command) -> None:
+    databases.install(empty, "plain")
+    what = f"outbox {VERSION} (plain), with 0 waiting messages and"
+    claimed = "00000000-0000-0000-0000-000000000001"
+    claim = f"select outbox.emit('a', '1'); select id from outbox.claim_batch('{claimed}');"
+    all_ids = "(select array_agg(id) from outbox.message)"
+    query(empty, f"{claim} select outbox.mark_failed('{claimed}', {all_ids}, '{{no}}', '{{rejected}}')")
+    assert f"{what} 1 dead letters, would not be removed" in outbox("uninstall", "--dry-run")
+    assert "not removed: messages in outbox.dead_letter: 1" in outbox("uninstall", "--yes", status=2)
+    query(empty, "select outbox.purge_dead('0')")
+    query(
+        empty,
+        f"select outbox.configure('retention', 'forever'); {claim} select outbox.mark_sent('{claimed}', {all_ids})",
+    )
+    assert f"{what} 0 dead letters and the archive, would not be removed" in outbox("uninstall", "--dry-run")
+    assert "in outbox.archive: some" in outbox("uninstall", "--yes", status=2)
+    assert "would be removed" in outbox("uninstall", "--dry-run", "--force")
+
+
 def test_uninstall_is_for_the_owner(installed: str, outbox: Command, login: Login) -> None:
     said = replace(outbox, dsn=as_role(installed, login()))("uninstall", "--yes", status=2)
     assert f"run it as role '{urlsplit(installed).username}', which owns the package" in said

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from outbox.errors import ConfigurationError
 from outbox.options import flag, knob, secret, variable
 
-# The database gets this share of a lease to answer one call, and so many seconds at most; the rest is kept twice.
+# One call of the database may take this share of a lease, and so many seconds at most: three must fit into one.
 STATEMENT_SHARE, STATEMENT_MOST = 8, 15.0
 
 

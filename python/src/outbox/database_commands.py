@@ -31,7 +31,8 @@ AVAILABLE = "select string_agg(version, ', ') as versions from pg_available_exte
 UPDATE_PATH = "select path from pg_extension_update_paths('outbox') where source = %(source)s and target = %(target)s"
 ONE_AT_A_TIME = "select pg_advisory_xact_lock(hashtextextended('outbox install', 0))"
 CONTENT = """
-    select (select count(*) from outbox.message) as waiting, (select count(*) from outbox.dead_letter) as dead
+    select (select count(*) from outbox.message) as waiting, (select count(*) from outbox.dead_letter) as dead,
+           exists (select from outbox.archive) as kept
 """
 FORCE = "select set_config('outbox.uninstall_force', %(force)s, true)"
 REPORT = "select current_setting('outbox.uninstall_report') as report"
@@ -75,7 +76,9 @@ def add_commands(commands: Any) -> None:
     command = add(commands, "uninstall", uninstall, "remove the package from a database, with everything in it")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.add_argument("--yes", action="store_true", help="do not ask")
-    command.add_argument("--force", action="store_true", help="even if messages wait or other objects need it")
+    command.add_argument(
+        "--force", action="store_true", help="even if messages wait, are dead or are kept, or other objects need it"
+    )
     add(commands, "verify", verify, "compare the package in a database with what was shipped", VERIFY_STATUS)
 
 
@@ -166,12 +169,13 @@ def uninstall(db: Db, options: argparse.Namespace) -> int:
     owner = f"run it as role {found.owner!r}, which owns the package"
     with allowed_to(db, owner):
         content = one(db, CONTENT)
-    what = f"{found}, with {content['waiting']} waiting messages and {content['dead']} dead letters"
+    archive = " and the archive" if content["kept"] else ""
+    what = f"{found}, with {content['waiting']} waiting messages and {content['dead']} dead letters{archive}"
+    refused = any(content.values()) and not options.force  # as the script does
     if options.dry_run:
-        kept = content["waiting"] and not options.force
-        return said(f"{what}, would {'not ' if kept else ''}be removed from database {name!r}")
+        return said(f"{what}, would {'not ' if refused else ''}be removed from database {name!r}")
     # Asked only for what is going to happen.
-    if (options.force or not content["waiting"]) and not allowed(options, f"Remove {what}, from database {name!r}?"):
+    if not refused and not allowed(options, f"Remove {what}, from database {name!r}?"):
         return said("not removed")
     try:
         with allowed_to(db, owner), db.transaction():

@@ -49,7 +49,7 @@ after what is in flight; a second signal ends it at once.
 
 exit status:
   0  stopped by a signal, or nothing left to send (--once)
-  1  a server was unavailable (--once, --check)
+  1  a server was unavailable (--once, --check), or the broker's queues were full (--once)
   2  something only you can put right: the message says what
   3  a bug in the relay: the log says where
 

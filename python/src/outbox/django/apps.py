@@ -59,6 +59,7 @@ def _check(connection: Any) -> Iterator[checks.CheckMessage]:
                 hint = "Upgrade the database by a migration with outbox.install_sql(upgrade_from=...)."
                 yield checks.Warning(text, hint=hint, id="outbox.W002")
         if not may_emit:
-            text = f"user {connection.settings_dict['USER']!r} may not emit in database {alias!r}"
-            hint = "Grant it usage on schema outbox, and execute on outbox.emit_bytes and outbox.emit_many."
+            user = connection.settings_dict["USER"]
+            text = f"user {user!r} may not emit in database {alias!r}"
+            hint = f"The owner of the package can allow it: select outbox.grant_emit('{user}')"
             yield checks.Warning(text, hint=hint, id="outbox.W003")
