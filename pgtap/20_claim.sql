@@ -30,7 +30,7 @@ select pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_
 rollback;
 
 \ir setup.psql
-select plan(120);
+select plan(121);
 
 create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
@@ -290,9 +290,12 @@ select pg_temp.settle(1) as settled \gset
 -- The claim's commit is the fence behind emits with synchronous_commit off.
 set local synchronous_commit = off;
 select pg_temp.claim(1) as claimed \gset
-select is(current_setting('synchronous_commit'), 'on', 'a claim commits synchronously');
+select is(current_setting('synchronous_commit'), 'off', 'a claim of nothing need not sync');
+select outbox.emit('a', '1') as id, pg_temp.claim(1) as claimed \gset
+select is(current_setting('synchronous_commit'), 'on', 'one that hands out messages does');
+select pg_temp.settle(1) as settled, outbox.emit('a', '1') as id \gset
 set local synchronous_commit = remote_apply;
-select pg_temp.claim(1) as claimed \gset
+select pg_temp.claim(1) as claimed, pg_temp.settle(1) as settled \gset
 select is(current_setting('synchronous_commit'), 'remote_apply', 'and no less than asked for');
 set local synchronous_commit = on;
 
