@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import provision
 import pytest
+
+import provision
 
 SCRIPT = """
 import os, sys
