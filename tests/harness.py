@@ -95,6 +95,13 @@ def leased(db: Db) -> int:
     return int(row[0])
 
 
+def claims(db: Db) -> int:
+    """How many claims there have been."""
+    row = db.execute("select last_value from outbox.lane_turn").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 class Queue:
     """A queue bound to an exchange; reading it is asking the broker, so nothing is hidden in a client."""
 

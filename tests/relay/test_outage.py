@@ -15,7 +15,20 @@ from pamqp import commands
 from pamqp.frame import marshal
 
 from databases import PASSWORD, Roles, as_user
-from harness import Db, Management, Proxy, Queue, StartRelay, cut_off, emit, eventually, leased, may, waiting
+from harness import (
+    Db,
+    Management,
+    Proxy,
+    Queue,
+    StartRelay,
+    claims,
+    cut_off,
+    emit,
+    eventually,
+    leased,
+    may,
+    waiting,
+)
 
 # Time-outs in the proportions of the defaults, so that a test takes seconds.
 QUICK = ("--lease", "8", "--confirm-timeout", "2", "--send-timeout", "1", "--heartbeat", "1")
@@ -26,13 +39,6 @@ def attempts(db: Db) -> int:
         "select coalesce(sum(attempts), 0) + (select count(*) from outbox.dead_letter) from outbox.message"
     )
     return int((row.fetchone() or (0,))[0])
-
-
-def claims(db: Db) -> int:
-    """How many claims there have been."""
-    row = db.execute("select last_value from outbox.lane_turn").fetchone()
-    assert row is not None
-    return int(row[0])
 
 
 def ids(queue: Queue, count: int) -> list[str]:
