@@ -4,35 +4,20 @@
 -- An older snapshot would not see what others settled: only read committed will do.
 rollback;
 begin isolation level repeatable read;
-create function pg_temp.refusal(call text) returns text language plpgsql as $function$
-begin
-    execute call;
-    return 'ok';
-exception when others then
-    return sqlstate || ' ' || sqlerrm;
-end
-$function$;
+\ir refusal.psql
 select
     pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_batch,
     pg_temp.refusal('select outbox.hello(''x'')') as hello
 \gset
 rollback;
 begin isolation level serializable;
-create function pg_temp.refusal(call text) returns text language plpgsql as $function$
-begin
-    execute call;
-    return 'ok';
-exception when others then
-    return sqlstate || ' ' || sqlerrm;
-end
-$function$;
+\ir refusal.psql
 select pg_temp.refusal('select outbox.claim_batch(gen_random_uuid())') as claim_batch_serializable \gset
 rollback;
 
 \ir setup.psql
 select plan(121);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, max_bytes bigint = 8388608, relay bigint = null) returns text language sql as $$
     select coalesce(string_agg(c.routing_key, ' ' order by c.ordinality), '')

@@ -4,14 +4,7 @@
 -- Only read committed will do.
 rollback;
 begin isolation level repeatable read;
-create function pg_temp.refusal(call text) returns text language plpgsql as $function$
-begin
-    execute call;
-    return 'ok';
-exception when others then
-    return sqlstate || ' ' || sqlerrm;
-end
-$function$;
+\ir refusal.psql
 select
     pg_temp.refusal('select outbox.mark_sent(gen_random_uuid(), ''{}'')') as mark_sent,
     pg_temp.refusal('select outbox.release_batch(gen_random_uuid())') as release_batch,
@@ -23,7 +16,6 @@ rollback;
 \ir setup.psql
 select plan(79);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
     select coalesce(string_agg(c.routing_key, ' ' order by c.ordinality), '')

@@ -4,14 +4,7 @@
 -- Only read committed will do.
 rollback;
 begin isolation level repeatable read;
-create function pg_temp.refusal(call text) returns text language plpgsql as $function$
-begin
-    execute call;
-    return 'ok';
-exception when others then
-    return sqlstate || ' ' || sqlerrm;
-end
-$function$;
+\ir refusal.psql
 select
     pg_temp.refusal('select outbox.mark_failed(gen_random_uuid(), ''{}'', ''{}'')') as mark_failed,
     pg_temp.refusal('select outbox.requeue_dead(''{}'')') as requeue_dead,
@@ -22,7 +15,6 @@ rollback;
 \ir setup.psql
 select plan(152);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims, after looking for due messages; the routing keys in order.
 create function pg_temp.claim(batch_size integer = 500) returns text language plpgsql as $function$
 begin

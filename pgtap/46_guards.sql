@@ -2,7 +2,6 @@
 \ir setup.psql
 select plan(149);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
     select coalesce(string_agg(c.routing_key, ' ' order by c.ordinality), '')

@@ -4,21 +4,13 @@
 -- Only read committed will do.
 rollback;
 begin isolation level repeatable read;
-create function pg_temp.refusal(call text) returns text language plpgsql as $function$
-begin
-    execute call;
-    return 'ok';
-exception when others then
-    return sqlstate || ' ' || sqlerrm;
-end
-$function$;
+\ir refusal.psql
 select pg_temp.refusal('select outbox.cleanup()') as cleanup \gset
 rollback;
 
 \ir setup.psql
 select plan(35);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 create function pg_temp.claim(n integer, batch_size integer = 500) returns text language plpgsql as $function$
 begin
     update outbox.horizon set due_checked_at = '-infinity', version = version + 1;

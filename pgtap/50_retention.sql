@@ -2,7 +2,6 @@
 \ir setup.psql
 select plan(47);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 -- Emits, claims and settles one message; returns its id.
 create function pg_temp.sent(name text) returns bigint language plpgsql as $function$
 declare

@@ -2,7 +2,6 @@
 \ir setup.psql
 select plan(74);
 
-create function pg_temp.token(n integer) returns uuid language sql as $$select format('00000000-0000-0000-0000-%s', lpad(n::text, 12, '0'))::uuid$$;
 create function pg_temp.claim(n integer, batch_size integer = 500, lease interval = '30 s') returns text language plpgsql as $function$
 begin
     update outbox.horizon set due_checked_at = '-infinity', version = version + 1;

@@ -44,13 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
         build.copy_extension(built, Path(folder))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start servers share one worker, so that they run one after another."""
-    for item in items:
-        if item.get_closest_marker("servers"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-
-
 def install_plain(**connection: Any) -> None:
     """Makes the template: called by pytest-postgresql with the parts of a connection."""
     databases.install(databases.named(SERVER, connection["dbname"]), "plain")
@@ -71,8 +64,17 @@ clone = factories.postgresql("template")
 
 
 @pytest.fixture
-def dsn(clone: psycopg.Connection[Any]) -> str:
+def roles() -> Iterator[databases.Roles]:
+    """Whatever makes a database asks for it: a role can be dropped when none is left in which it has rights."""
+    made = databases.Roles()
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def dsn(roles: databases.Roles, clone: psycopg.Connection[Any]) -> str:
     """A database with the package installed; nobody is connected to it."""
+    del roles  # there before it, and so gone after it
     name = clone.info.dbname
     clone.close()
     return databases.named(SERVER, name)
@@ -83,6 +85,27 @@ def db(dsn: str) -> Iterator[psycopg.Connection[Any]]:
     """A connection to the test's database, in autocommit mode."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield connection
+
+
+@pytest.fixture
+def empty(roles: databases.Roles) -> Iterator[str]:
+    """A database without the package."""
+    del roles  # there before it, and so gone after it
+    with databases.database(SERVER) as dsn:
+        yield dsn
+
+
+@pytest.fixture(params=databases.MODES)
+def mode(request: pytest.FixtureRequest) -> databases.Mode:
+    chosen: databases.Mode = request.param
+    return chosen
+
+
+@pytest.fixture
+def installed(empty: str, mode: databases.Mode) -> str:
+    """A database with the package, once in each mode."""
+    databases.install(empty, mode)
+    return empty
 
 
 @dataclass(frozen=True)
@@ -115,3 +138,12 @@ def management() -> Iterator[Management]:
 @pytest.fixture
 def amqp_url(management: Management) -> str:
     return urlunsplit(urlsplit(BROKER)._replace(path="/" + quote(management.vhost, safe="")))
+
+
+@pytest.fixture
+def broker_user(management: Management, amqp_url: str) -> Iterator[str]:
+    """A user of the broker that may do nothing yet; its URL."""
+    name = f"outbox_test_{secrets.token_hex(6)}"
+    management("PUT", f"/users/{name}", {"password": databases.PASSWORD, "tags": ""})
+    yield databases.as_user(amqp_url, name)
+    management("DELETE", f"/users/{name}")

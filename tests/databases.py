@@ -9,7 +9,7 @@ import secrets
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +19,9 @@ BUILD = ROOT / "build"
 Mode = Literal["extension", "plain"]
 SERVER = os.environ.get("OUTBOX_DSN", "")
 MODES: tuple[Mode, ...] = ("extension", "plain")
+PARTS = ("emit", "relay", "consume", "monitor", "admin")
+# Of the users that tests make. No word that could be in what a command says.
+PASSWORD = secrets.token_hex(8)
 
 
 def program(name: str) -> str:
@@ -32,6 +35,13 @@ def named(dsn: str, database: str) -> str:
     if "://" not in dsn:
         raise ValueError("OUTBOX_DSN must be a URL: postgresql://user:password@host:port/database")
     return urlunsplit(urlsplit(dsn)._replace(path=f"/{database}"))
+
+
+def as_user(url: str, name: str, password: str = PASSWORD) -> str:
+    """The same server, another user; a broker's too."""
+    at = urlsplit(url)
+    login = f"{quote(name, safe='')}:{quote(password, safe='')}"
+    return urlunsplit(at._replace(netloc=f"{login}@{at.netloc.rpartition('@')[2]}"))
 
 
 def psql(
@@ -66,6 +76,25 @@ def database(server: str, *, template: str | None = None, options: str = "") -> 
         yield named(server, name)
     finally:
         query(server, f"drop database if exists {name} with (force)")
+
+
+class Roles:
+    """Makes roles that may log in, and nothing else; and removes them."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def make(self, word: str = "role") -> str:
+        return self.add(f"outbox_test_{word}_{secrets.token_hex(6)}")
+
+    def add(self, name: str) -> str:
+        query(SERVER, f"create role {name} login password '{PASSWORD}'")
+        self.made.append(name)
+        return name
+
+    def remove(self) -> None:
+        for name in self.made:
+            query(SERVER, f"drop role if exists {name}")
 
 
 def fingerprint(dsn: str, *, marks: bool = True) -> list[str]:

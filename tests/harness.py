@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from unittest import mock
+from urllib.parse import quote, unquote, urlsplit
 from uuid import uuid4
 
+import guardian
 import psycopg
 import pytest
 
+from outbox import cli
 from outbox.store import ClaimedMessage
 
 PATIENCE = 20.0
@@ -89,6 +95,13 @@ def leased(db: Db) -> int:
     return int(row[0])
 
 
+def claims(db: Db) -> int:
+    """How many claims there have been."""
+    row = db.execute("select last_value from outbox.lane_turn").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 class Queue:
     """A queue bound to an exchange; reading it is asking the broker, so nothing is hidden in a client."""
 
@@ -123,6 +136,18 @@ class Queue:
 
         eventually(complete, f"{count} messages")
         return received
+
+
+def may(management: Management, user: str, *, configure: str = "^$", write: str = "^$", read: str = "^$") -> None:
+    """What the user of this URL may do in the test's vhost: nothing but what is named."""
+    rights = {"configure": configure, "write": write, "read": read}
+    management("PUT", f"/permissions/{{vhost}}/{urlsplit(user).username}", rights)
+
+
+def cut_off(management: Management) -> None:
+    """Ends the one connection to the test's vhost; the broker's list of them lags behind."""
+    (found,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "a connection")
+    management("DELETE", f"/connections/{quote(found['name'], safe='')}")
 
 
 class RelayProcess:
@@ -163,6 +188,33 @@ class Finished:
 RunOutbox = Callable[..., Finished]
 
 
+def environment_with(**given: str) -> dict[str, str]:
+    """What is given, and of our own what tells a command about no server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OUTBOX_", "PG"))} | given
+
+
+def run_outbox(arguments: Sequence[str], environment: Mapping[str, str]) -> Finished:
+    """Runs `outbox ...` to its end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "outbox", *arguments],
+        env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * PATIENCE, check=False,
+    )  # fmt: skip
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def run_outbox_here(arguments: Sequence[str], environment: Mapping[str, str]) -> Finished:
+    """The same without a process of its own: a short command spends most of its time on the start of Python."""
+    output, log = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch("sys.stdin", io.StringIO()),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(log),
+    ):
+        status = cli.main(arguments)
+    return Finished(status, output.getvalue(), log.getvalue())
+
+
 def on_terminal(arguments: Sequence[str], environment: Mapping[str, str], keys: str = "") -> tuple[int, str]:
     """Runs `outbox ...` on a terminal, where somebody types: its exit status, and what is to be seen there."""
     ours, theirs = pty.openpty()
@@ -183,8 +235,7 @@ class Page:
     """Reads from a relay's HTTP address."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{guardian.free_port()}"
 
     def get(self, path: str, method: str = "GET") -> tuple[int, str]:
         request = urllib.request.Request(f"http://{self.address}{path}", method=method)
@@ -266,3 +317,60 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept() that waits
         self._listener.close()
         self.cut()
+
+
+class Pooler:
+    """The real pgbouncer before a database, in transaction mode."""
+
+    def __init__(self, dsn: str, folder: Path) -> None:
+        at = urlsplit(dsn)
+        self._port = guardian.free_port()
+        self.url = at._replace(netloc=f"pooled@127.0.0.1:{self._port}").geturl()
+        self._folder = folder
+        (folder / "pgbouncer.ini").write_text(
+            f"""
+[databases]
+{at.path[1:]} = host={at.hostname} port={at.port} user={at.username} password={unquote(at.password or "")}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {self._port}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = 3
+"""
+        )
+        self.start()
+
+    def start(self) -> None:
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [shutil.which("pgbouncer") or "/usr/sbin/pgbouncer", self._folder / "pgbouncer.ini"],
+                cwd="/",
+                stdout=log,
+                stderr=log,
+                **guardian.as_user(guardian.server_user()),
+            )
+        assert guardian.wait_until(self._answers, PATIENCE), (self._folder / "log").read_text()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def pooled(dsn: str) -> Iterator[Pooler]:
+    """In a folder that the user who runs it can reach."""
+    user = guardian.server_user()
+    with tempfile.TemporaryDirectory(prefix="outbox_test_pooler_", dir=guardian.TEMPORARY) as folder:
+        os.chown(folder, user.pw_uid, user.pw_gid)
+        running = Pooler(dsn, Path(folder))
+        try:
+            yield running
+        finally:
+            running.kill()

@@ -187,6 +187,9 @@ def wanted_stamp() -> str:
 def ensure_venv() -> None:
     if STAMP.exists() and STAMP.read_text() == wanted_stamp():
         return
+    # Only the link: what it leads to is emptied otherwise, and may be another clone's.
+    if VENV.is_symlink():
+        VENV.unlink()
     pip = [f"{VENV}/bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     run_logged("Making a Python environment in .venv", [sys.executable, "-m", "venv", "--clear", VENV])
     run_logged("Installing Python packages", [*pip, "--require-hashes", "-r", ROOT / "python" / "requirements.lock"])

@@ -132,7 +132,8 @@ def run_pytest(order: Order, *arguments: str | Path) -> Outcome:
     workers = min(os.cpu_count() or 1, 8)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "report.xml"
-        command: list[str | Path] = [ROOT / ".venv/bin/pytest", "-q", "-n", str(workers), "--dist", "loadgroup"]
+        # By file, so that what a file starts for all its tests is started once.
+        command: list[str | Path] = [ROOT / ".venv/bin/pytest", "-q", "-n", str(workers), "--dist", "loadfile"]
         # pytest's own temporary folder would stay behind.
         command += [
             f"--basetemp={folder}/tests",

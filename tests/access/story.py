@@ -9,7 +9,8 @@ import json
 from typing import Any
 
 import psycopg
-from access.roles import PARTS, as_role
+
+from databases import PARTS, as_user
 
 BATCH = "00000000-0000-0000-0000-000000000001"
 EMITS = (
@@ -104,9 +105,9 @@ def tell(dsn: str, roles: dict[str, str], prepare: str = "") -> dict[str, Any]:
     """What the functions answered and what was then in the tables, as the superuser reads it."""
     with (
         psycopg.connect(dsn, autocommit=True) as reader,
-        psycopg.connect(as_role(dsn, roles["emit"]), autocommit=True) as emit,
-        psycopg.connect(as_role(dsn, roles["relay"]), autocommit=True) as relay,
-        psycopg.connect(as_role(dsn, roles["admin"]), autocommit=True) as admin,
+        psycopg.connect(as_user(dsn, roles["emit"]), autocommit=True) as emit,
+        psycopg.connect(as_user(dsn, roles["relay"]), autocommit=True) as relay,
+        psycopg.connect(as_user(dsn, roles["admin"]), autocommit=True) as admin,
     ):
         reader.execute("select outbox.configure('retention', '7 days')")
         for connection in (emit, relay, admin):

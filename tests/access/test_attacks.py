@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from access.roles import Roles, as_role
 from access.story import EMITS, tell
 
 import databases
-from databases import SERVER, assert_same, fingerprint, psql, query
+from databases import SERVER, Roles, as_user, assert_same, fingerprint, psql, query
 
 if TYPE_CHECKING:
     from databases import Mode
@@ -152,7 +151,7 @@ def test_nobody_prepares_the_schema(empty: str, mode: Mode, roles: Roles) -> Non
     attacker = roles.make("attacker")
     query(SERVER, f"grant create on database {urlsplit(empty).path[1:]} to {attacker}")
     psql(
-        as_role(empty, attacker),
+        as_user(empty, attacker),
         text="create schema outbox; create table outbox.message (spy text);"
         " create function outbox.emit(text, jsonb) returns bigint language sql as 'select 1::bigint'",
     )
@@ -165,17 +164,17 @@ def test_nobody_prepares_the_schema(empty: str, mode: Mode, roles: Roles) -> Non
 def test_emitters_do_not_reach_each_others_messages(dsn: str, roles: Roles) -> None:
     one, other = roles.make("one"), roles.make("other")
     query(dsn, f"select outbox.grant_emit('{one}'), outbox.grant_emit('{other}')")
-    emitted = query(as_role(dsn, one), "select outbox.emit('order.created', '{}', delay => '1 h')")
-    assert query(as_role(dsn, other), f"select outbox.cancel({emitted})") == "f"
+    emitted = query(as_user(dsn, one), "select outbox.emit('order.created', '{}', delay => '1 h')")
+    assert query(as_user(dsn, other), f"select outbox.cancel({emitted})") == "f"
     # Nor by taking on a role: what counts is who logged in.
     query(dsn, f"grant {one} to {other}")
-    done = psql(as_role(dsn, other), text=f"set role {one}; select outbox.cancel({emitted});")
+    done = psql(as_user(dsn, other), text=f"set role {one}; select outbox.cancel({emitted});")
     assert done.stdout == "f\n"
-    assert query(as_role(dsn, one), f"select outbox.cancel({emitted})") == "t"
+    assert query(as_user(dsn, one), f"select outbox.cancel({emitted})") == "t"
 
 
 def test_admin_cancels_for_others(dsn: str, roles: Roles) -> None:
     one, admin = roles.make("one"), roles.make("admin")
     query(dsn, f"select outbox.grant_emit('{one}'), outbox.grant_admin('{admin}')")
-    emitted = query(as_role(dsn, one), "select outbox.emit('order.created', '{}', delay => '1 h')")
-    assert query(as_role(dsn, admin), f"select outbox.cancel({emitted})") == "t"
+    emitted = query(as_user(dsn, one), "select outbox.emit('order.created', '{}', delay => '1 h')")
+    assert query(as_user(dsn, admin), f"select outbox.cancel({emitted})") == "t"

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from access.roles import PARTS, Roles, as_role, granted, refused, rights
+from access.rights import granted, refused, rights
 
 import databases
-from databases import ROOT, SERVER, assert_same, fingerprint, psql, query, restore
+from databases import PARTS, ROOT, SERVER, Roles, as_user, assert_same, fingerprint, psql, query, restore
 from releases import Releases, edit, made_up
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_default_privileges_give_nothing(empty: str, mode: Mode, roles: Roles) -
     leak(empty, "public", role := roles.make())
     databases.install(empty, mode)
     assert rights(empty, role) == set()
-    with psycopg.connect(as_role(empty, role), autocommit=True) as connection:
+    with psycopg.connect(as_user(empty, role), autocommit=True) as connection:
         for statement in ("select outbox.version()", "select from outbox.message", "create table outbox.mine ()"):
             assert refused(connection, statement) == "42501"
         assert refused(connection, "create temporary table mine (m outbox.claimed_message)") == "42501"
@@ -47,16 +47,16 @@ def test_default_privileges_give_nothing(empty: str, mode: Mode, roles: Roles) -
 def test_owner_needs_no_superuser(empty: str, mode: Mode, roles: Roles) -> None:
     owner, admin, shop = roles.make("owner"), roles.make("admin"), roles.make("shop")
     query(SERVER, f"grant create on database {urlsplit(empty).path[1:]} to {owner}")
-    databases.install(as_role(empty, owner), mode)
-    query(as_role(empty, owner), f"select outbox.grant_admin('{admin}')")
+    databases.install(as_user(empty, owner), mode)
+    query(as_user(empty, owner), f"select outbox.grant_admin('{admin}')")
     # An admin gives rights, and has none of those he gives.
-    query(as_role(empty, admin), f"select outbox.grant_emit('{shop}')")
-    assert query(as_role(empty, shop), "select outbox.emit('order.created', '{}')") == "1"
-    with psycopg.connect(as_role(empty, admin), autocommit=True) as connection:
+    query(as_user(empty, admin), f"select outbox.grant_emit('{shop}')")
+    assert query(as_user(empty, shop), "select outbox.emit('order.created', '{}')") == "1"
+    with psycopg.connect(as_user(empty, admin), autocommit=True) as connection:
         assert refused(connection, "select outbox.emit('order.created', '{}')") == "42501"
-    with psycopg.connect(as_role(empty, shop), autocommit=True) as connection:
+    with psycopg.connect(as_user(empty, shop), autocommit=True) as connection:
         assert refused(connection, f"select outbox.grant_relay('{shop}')") == "42501"
-    query(as_role(empty, admin), f"select outbox.revoke_emit('{shop}')")
+    query(as_user(empty, admin), f"select outbox.revoke_emit('{shop}')")
     assert rights(empty, shop) == set()
 
 
@@ -159,14 +159,14 @@ def test_upgrade_keeps_grants_and_nothing_else(empty: str, mode: Mode, releases:
         query(empty, f"grant usage on type outbox.{kind} to {role}")
     query(empty, f"grant usage on schema outbox to {stranger}")
     third = roles.make("third")
-    query(as_role(empty, stranger), f"grant execute on function outbox.claim_batch to {third}")
+    query(as_user(empty, stranger), f"grant execute on function outbox.claim_batch to {third}")
     # Taking this back would take the record with it.
     query(empty, f"grant select on outbox.access to {parts['relay']}")
     leak(empty, stranger, parts["emit"], "public")
 
     releases.upgrade(empty, mode)
     assert rights(empty, stranger) == set()
-    with psycopg.connect(as_role(empty, parts["emit"]), autocommit=True) as connection:
+    with psycopg.connect(as_user(empty, parts["emit"]), autocommit=True) as connection:
         assert refused(connection, "select body from outbox.archive") == "42501"
         assert refused(connection, "select outbox.relay_more()") == "42501"
     more = {parts[part]: {f"execute routine outbox.{part}_more()"} for part in ("emit", "relay")}

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from access.roles import Roles, as_role
 
-from databases import SERVER, psql, query
+from databases import SERVER, Roles, as_user, psql, query
 from harness import PATIENCE, Management, Queue
 
 SETTINGS = {
@@ -56,7 +55,7 @@ def test_relays_under(dsn: str, roles: Roles, amqp_url: str, management: Managem
     )
     done = subprocess.run(
         [sys.executable, "-m", "outbox", "relay", "--once"],
-        env=os.environ | {"OUTBOX_DSN": as_role(dsn, role), "OUTBOX_AMQP_URL": amqp_url},
+        env=os.environ | {"OUTBOX_DSN": as_user(dsn, role), "OUTBOX_AMQP_URL": amqp_url},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from access.roles import Roles, as_role, refused
+from access.rights import refused
 from access.story import tell
 
 import databases
-from databases import SERVER, psql, query
+from databases import SERVER, Roles, as_user, psql, query
 
 # What roles may set for themselves, and what a superuser may set for them.
 SETTINGS = {
@@ -114,7 +114,7 @@ def test_refused_under(dsn: str, roles: Roles, setting: str) -> None:
         query(SERVER, f"alter role {role} set {setting}")
     codes = []
     for role, call in ((shop, "emit('a', '1')"), (relay, "claim_batch(gen_random_uuid())")):
-        with psycopg.connect(as_role(dsn, role), autocommit=True) as connection:
+        with psycopg.connect(as_user(dsn, role), autocommit=True) as connection:
             codes.append(refused(connection, f"select outbox.{call}"))
     assert tuple(codes) == REFUSED[setting]
     assert query(dsn, "select count(*) from outbox.message") == ("0" if codes[0] else "1")

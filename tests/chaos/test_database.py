@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-import guardian
 import pytest
 
 from chaos.stage import Stage
+from harness import Pooler, pooled
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -48,59 +40,10 @@ def test_all_backends_terminated(scene: Stage) -> None:
     scene.finish()
 
 
-class Pooler:
-    """The real pgbouncer, in transaction mode."""
-
-    def __init__(self, dsn: str, folder: Path) -> None:
-        at = urlsplit(dsn)
-        self.port = guardian.free_port()
-        self.url = at._replace(netloc=f"pooled@127.0.0.1:{self.port}").geturl()
-        self._folder = folder
-        (folder / "pgbouncer.ini").write_text(
-            f"""
-[databases]
-{at.path[1:]} = host={at.hostname} port={at.port} user={at.username} password={unquote(at.password or "")}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {self.port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 3
-"""
-        )
-        self.start()
-
-    def start(self) -> None:
-        with (self._folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                ["/usr/sbin/pgbouncer", self._folder / "pgbouncer.ini"],
-                cwd="/",
-                stdout=log,
-                stderr=log,
-                **guardian.as_user(guardian.server_user()),
-            )
-        assert guardian.wait_until(self._answers, 10), (self._folder / "log").read_text()
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-            return True
-        return False
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
 def pooler(scene: Stage) -> Iterator[Pooler]:
-    folder = Path(tempfile.mkdtemp(prefix="outbox-pooler-", dir=guardian.TEMPORARY))
-    user = guardian.server_user()
-    os.chown(folder, user.pw_uid, user.pw_gid)
-    running = Pooler(scene.dsn, folder)
-    yield running
-    running.kill()
-    shutil.rmtree(folder)
+    with pooled(scene.dsn) as running:
+        yield running
 
 
 def nothing(_: Pooler) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import secrets
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 import servers
 from chaos.oracle import Poison
 from chaos.stage import TOTAL, Stage
+from harness import Management, may
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -63,16 +63,10 @@ def test_refused_messages_harm_no_other(scene: Stage, poison: Poison) -> None:
 
 
 @pytest.mark.long
-def test_forbidden_exchange(scene: Stage, management: Any) -> None:
+def test_forbidden_exchange(scene: Stage, management: Management, broker_user: str) -> None:
     """The relay's user may write to one exchange and configure nothing."""
-    name = f"outbox_test_{secrets.token_hex(4)}"
-    management("PUT", f"/users/{name}", {"password": "x", "tags": ""})
-    try:
-        management("PUT", f"/permissions/{{vhost}}/{name}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
-        at = urlsplit(scene.amqp_url)
-        suffer(scene, forbidden, amqp=at._replace(netloc=f"{name}:x@{at.hostname}:{at.port}").geturl())
-    finally:
-        management("DELETE", f"/users/{name}")
+    may(management, broker_user, write="^outbox$")
+    suffer(scene, forbidden, amqp=broker_user)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -11,33 +12,45 @@ import psycopg
 import pytest
 
 from chaos.proxy import Amqp, Plain, Postgres, Proxy
+from harness import eventually
+
+
+class Server:
+    """Repeats what it hears."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.heard = bytearray()
+        self.lost = threading.Semaphore(0)  # connections, each by a reset
+        self._accepted: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._accepted.append(self._listener.accept()[0])
+                threading.Thread(target=self._serve, args=(self._accepted[-1],), daemon=True).start()
+
+    def _serve(self, one: socket.socket) -> None:
+        try:
+            while data := one.recv(65536):
+                self.heard += data
+                one.sendall(data)
+        except ConnectionResetError:
+            self.lost.release()
+        except OSError:  # closed below
+            return
+
+    def close(self) -> None:
+        for one in [self._listener, *self._accepted]:
+            one.close()
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, list[socket.socket]]]:
-    """Repeats what it hears."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    accepted: list[socket.socket] = []
-
-    def run(one: socket.socket) -> None:
-        try:
-            while data := one.recv(65536):
-                one.sendall(data)
-        except OSError:
-            return
-
-    def accept() -> None:
-        try:
-            while True:
-                accepted.append(listener.accept()[0])
-                threading.Thread(target=run, args=(accepted[-1],), daemon=True).start()
-        except OSError:
-            return
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", accepted
-    for one in [listener, *accepted]:
-        one.close()
+def server() -> Iterator[Server]:
+    with contextlib.closing(Server()) as running:
+        yield running
 
 
 def connect(proxy: Proxy) -> socket.socket:
@@ -47,19 +60,18 @@ def connect(proxy: Proxy) -> socket.socket:
     return client
 
 
-Server = tuple[str, list[socket.socket]]
-
-
 def test_passes(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
-        client.sendall(b"x" * 200_000)
+    said = bytes(n % 251 for n in range(200_000))
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
+        client.sendall(said)
         got = b""
-        while len(got) < 200_000:
-            got += client.recv(65536)
+        while len(got) < len(said) and (data := client.recv(65536)):
+            got += data
+    assert got == said
 
 
 def test_reset_is_a_reset(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(1) == b"a"
         proxy.reset()
@@ -69,7 +81,7 @@ def test_reset_is_a_reset(server: Server) -> None:
 
 @pytest.mark.parametrize("up", [True, False])
 def test_stall_keeps_and_release_delivers(server: Server, *, up: bool) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(1) == b"a"
         proxy.stall(up=up, down=not up)
@@ -81,35 +93,38 @@ def test_stall_keeps_and_release_delivers(server: Server, *, up: bool) -> None:
 
 
 def test_black_hole_says_nothing(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(1) == b"a"
         proxy.blackhole()
         client.sendall(b"b")
         with pytest.raises(TimeoutError):
             client.recv(1)
+        assert server.heard == b"a"
 
 
 def test_half_open_and_half_closed(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client, connect(proxy) as other:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client, connect(proxy) as other:
         for one in (client, other):
             one.sendall(b"a")
             assert one.recv(1) == b"a"
         proxy.half_open()
-        time.sleep(0.2)
+        for _ in range(2):
+            assert server.lost.acquire(timeout=5)
         client.sendall(b"b")  # nobody tells it
         with pytest.raises(TimeoutError):
             client.recv(1)
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(1) == b"a"
         proxy.half_close()
         assert client.recv(1) == b""
-        client.sendall(b"b")
+        client.sendall(b"c")
+        eventually(lambda: server.heard.endswith(b"c"), "what the client says")
 
 
 def test_refuses_and_slows_down(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy:
+    with Proxy(server.url, Plain) as proxy:
         proxy.refusing = True
         with pytest.raises(ConnectionResetError), connect(proxy) as client:
             client.recv(1)
@@ -123,7 +138,7 @@ def test_refuses_and_slows_down(server: Server) -> None:
 
 
 def test_cut_after_bytes(server: Server) -> None:
-    with Proxy(server[0], Plain) as proxy, connect(proxy) as client:
+    with Proxy(server.url, Plain) as proxy, connect(proxy) as client:
         proxy.cut_after = 10
         client.sendall(b"a" * 4)
         assert client.recv(4) == b"aaaa"

@@ -5,7 +5,6 @@ On a server whose WAL writer sleeps, so that only a commit that waits for the di
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,11 @@ import pytest
 
 import databases
 import servers
+from harness import eventually
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-pytestmark = [pytest.mark.servers, pytest.mark.xdist_group("fence")]
+pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,7 @@ def test_so_is_one_that_ends_while_the_claim_runs(lazy: str) -> None:
                 write_all(emitter)
                 # The claim has looked how far the disk is, and waits for its first table.
                 claimed = pool.submit(claim, relay)
-                while not number(emitter, waits):
-                    time.sleep(0.01)
+                eventually(lambda: number(emitter, waits), "a claim that waits")
                 number(emitter, "select outbox.emit('a', '1')")
                 written = number(emitter, WRITTEN)
                 assert not number(emitter, ON_DISK.format(written)), "the server is not lazy"
@@ -117,8 +116,7 @@ def test_with_synchronous_replicas_a_claim_waits_for_them(lazy: str) -> None:
         admin.execute("alter system set synchronous_standby_names = 'nobody'")
         admin.execute("select pg_reload_conf()")
         try:
-            while number(relay, "show synchronous_standby_names") != "nobody":
-                time.sleep(0.01)
+            eventually(lambda: number(relay, "show synchronous_standby_names") == "nobody", "the setting")
             with admin.transaction():
                 admin.execute("set local synchronous_commit = local")
                 number(admin, "select outbox.emit('a', '1')")

@@ -16,8 +16,6 @@ import pytest
 
 import databases
 
-pytestmark = pytest.mark.xdist_group("plans")
-
 MESSAGES = 500_000
 SCHEDULED = 100_000
 SETTLED = 100_000

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -73,18 +71,13 @@ def test_nothing_is_lost_between_relays_and_cleanups(db: Connection, dsn: str) -
 
 
 @pytest.fixture
-def owned() -> Iterator[str]:
+def owned(roles: databases.Roles) -> Iterator[str]:
     """The DSN of a role that owns a database and the package in it, and has no other right."""
-    role = f"outbox_test_owner_{secrets.token_hex(6)}"
-    databases.query(databases.SERVER, f"create role {role} login password 'x'")
-    try:
-        with databases.database(databases.SERVER, options=f"owner {role}") as dsn:
-            at = urlsplit(dsn)
-            mine = at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl()
-            databases.install(mine, "plain")
-            yield mine
-    finally:
-        databases.query(databases.SERVER, f"drop role {role}")
+    role = roles.make("owner")
+    with databases.database(databases.SERVER, options=f"owner {role}") as dsn:
+        mine = databases.as_user(dsn, role)
+        databases.install(mine, "plain")
+        yield mine
 
 
 def test_an_owner_without_privileges(owned: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 
@@ -104,23 +103,18 @@ def test_names_a_prepared_one_by_its_time(db: Connection) -> None:
         db.execute(f"rollback prepared '{name}'")
 
 
-def test_an_owner_without_privileges_learns_it_from_the_horizon(db: Connection) -> None:
+def test_an_owner_without_privileges_learns_it_from_the_horizon(roles: databases.Roles) -> None:
     """Who may not see when another's transaction began is told since when it was in the way."""
-    role = f"outbox_test_owner_{secrets.token_hex(6)}"
-    db.execute(f"create role {role} login password 'x'")
-    try:
-        with databases.database(databases.SERVER, options=f"owner {role}") as other:
-            at = urlsplit(other)
-            mine = at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl()
-            databases.install(mine, "plain")
-            with psycopg.connect(other) as emitter, psycopg.connect(mine, autocommit=True) as owner:
-                emitter.execute("select outbox.emit('a', '1')")
-                assert stats(owner, "oldest_emitter_pid", "oldest_emitter_at") == (emitter.info.backend_pid, None)
-                owner.execute(
-                    "update outbox.horizon set version = version + 1, noted_xids = outbox._emitter_xids(),"
-                    " noted_id = 1, noted_at = '2020-01-01 00:00:00+00'"
-                )
-                told = stats(owner, "oldest_emitter_pid", "oldest_emitter_at at time zone 'UTC'")
-                assert (told[0], str(told[1])) == (emitter.info.backend_pid, "2020-01-01 00:00:00")
-    finally:
-        db.execute(f"drop role {role}")
+    role = roles.make("owner")
+    with databases.database(databases.SERVER, options=f"owner {role}") as dsn:
+        mine = databases.as_user(dsn, role)
+        databases.install(mine, "plain")
+        with psycopg.connect(dsn) as emitter, psycopg.connect(mine, autocommit=True) as owner:
+            emitter.execute("select outbox.emit('a', '1')")
+            assert stats(owner, "oldest_emitter_pid", "oldest_emitter_at") == (emitter.info.backend_pid, None)
+            owner.execute(
+                "update outbox.horizon set version = version + 1, noted_xids = outbox._emitter_xids(),"
+                " noted_id = 1, noted_at = '2020-01-01 00:00:00+00'"
+            )
+            told = stats(owner, "oldest_emitter_pid", "oldest_emitter_at at time zone 'UTC'")
+            assert (told[0], str(told[1])) == (emitter.info.backend_pid, "2020-01-01 00:00:00")

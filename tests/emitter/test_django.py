@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
 import databases
-from databases import query
+from databases import Roles, as_user, query
 from emitter.documents import write
 from emitter.kinds import Waiting, django_connection, django_place
 from outbox import emit
@@ -30,38 +28,32 @@ def findings(dsn: str) -> list[str]:
     return [f"{found.id} {found.msg}" for found in check_database(databases=["default"])]
 
 
-@pytest.fixture
-def own() -> Iterator[str]:
-    with databases.database(databases.SERVER) as dsn:
-        yield dsn
-
-
-def test_checks(own: str) -> None:
-    assert findings(own) == ["outbox.W001 outbox is not installed in database 'default'"]
-    databases.install(own, "plain")
-    assert findings(own) == []
-    query(own, "create or replace function outbox.version() returns text language sql as $$ select '0.0.7' $$")
-    (found,) = findings(own)
+def test_checks(empty: str) -> None:
+    assert findings(empty) == ["outbox.W001 outbox is not installed in database 'default'"]
+    databases.install(empty, "plain")
+    assert findings(empty) == []
+    query(empty, "create or replace function outbox.version() returns text language sql as $$ select '0.0.7' $$")
+    (found,) = findings(empty)
     assert found.startswith("outbox.W002 database 'default' has outbox 0.0.7, and pg-outbox is ")
 
 
 @pytest.fixture
-def role(dsn: str) -> Iterator[tuple[str, str]]:
-    name = f"outbox_test_{secrets.token_hex(6)}"
-    query(dsn, f"create role {name} login password 'secret'")
-    yield name, dsn.replace(urlsplit(dsn).netloc.rpartition("@")[0], f"{name}:secret")
+def role(roles: Roles, dsn: str) -> Iterator[str]:
+    name = roles.make()
+    yield name
+    # The database stays, and so does Django's connection to it.
     django_connection(dsn)
-    query(dsn, f"drop owned by {name}; drop role {name}")
+    query(dsn, f"drop owned by {name}")
 
 
-def test_check_of_the_rights(role: tuple[str, str], cleaner: Db) -> None:
-    name, dsn = role
-    refused = [f"outbox.W003 user '{name}' may not emit in database 'default'"]
-    assert findings(dsn) == refused
-    cleaner.execute(f"grant usage on schema outbox to {name}; grant execute on function outbox.emit_bytes to {name}")
-    assert findings(dsn) == refused
-    cleaner.execute(f"grant execute on function outbox.emit_many to {name}")
-    assert findings(dsn) == []
+def test_check_of_the_rights(role: str, dsn: str, cleaner: Db) -> None:
+    as_role = as_user(dsn, role)
+    refused = [f"outbox.W003 user '{role}' may not emit in database 'default'"]
+    assert findings(as_role) == refused
+    cleaner.execute(f"grant usage on schema outbox to {role}; grant execute on function outbox.emit_bytes to {role}")
+    assert findings(as_role) == refused
+    cleaner.execute(f"grant execute on function outbox.emit_many to {role}")
+    assert findings(as_role) == []
 
 
 def test_hint_about_the_rights_helps(role: tuple[str, str], cleaner: Db) -> None:

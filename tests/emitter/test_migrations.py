@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
@@ -23,18 +23,10 @@ from emitter.kinds import django_place, url
 from outbox import ConfigurationError, OutboxMessage, emit, emit_many, install_sql
 from outbox.install import from_clone
 
-pytestmark = pytest.mark.xdist_group("migrations")  # they share what takes long to make
-
 VERSION = build.Tree(ROOT).version
 NEXT = "99.0.0"
 DELTA = "-- locks: outbox.setting in access exclusive\nalter table outbox.setting add column note text;\n"
 Run = Callable[..., str]
-
-
-@pytest.fixture
-def empty() -> Iterator[str]:
-    with databases.database(databases.SERVER) as dsn:
-        yield dsn
 
 
 def wheel(root: Path, target: Path) -> Path:

@@ -47,7 +47,7 @@ def test_one_body_two_wrappers(tree: Path) -> None:
     assert extension.endswith(body)
     assert body in plain
     assert "create schema outbox;" in body
-    assert "@" not in "".join(re.findall("@[A-Z]+@", extension + plain))
+    assert not re.findall("@[A-Z]+@", extension + plain)
     assert not re.search("^create or replace", body, re.MULTILINE)
     for text, commands in ((extension, ["\\echo"]), (plain, ["\\set", "\\set", "\\echo"])):
         assert re.findall(r"^\\\w+", text, re.MULTILINE) == commands

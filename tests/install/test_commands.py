@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import secrets
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 from urllib.parse import urlsplit
 
 import psycopg
@@ -23,9 +21,8 @@ import pytest
 import build
 import databases
 import releases as made
-from databases import ROOT, SERVER, assert_same, fingerprint, psql, query
-from harness import on_terminal
-from outbox import cli
+from databases import PARTS, ROOT, SERVER, Roles, as_user, assert_same, fingerprint, psql, query
+from harness import environment_with, on_terminal, run_outbox, run_outbox_here
 from outbox.install import from_clone
 from releases import Releases
 
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from databases import Mode
 
 VERSION = build.Tree(ROOT).version
-PASSWORD = secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -44,34 +40,15 @@ class Command:
     path: Path | None = None
 
     def environment(self) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OUTBOX_", "PG"))}
         found = {"PYTHONPATH": str(self.path)} if self.path else {}
-        return clean | found | {"OUTBOX_DSN": self.dsn}
+        return environment_with(OUTBOX_DSN=self.dsn, **found)
 
     def __call__(self, *arguments: str, status: int = 0) -> str:
-        """What it says, on both channels; never the password. In a process of its own only if it must be."""
-        if self.path:
-            done = subprocess.run(
-                [sys.executable, "-m", "outbox", *arguments],
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-            returned, said = done.returncode, done.stdout
-        else:
-            channel = io.StringIO()
-            with (
-                mock.patch.dict(os.environ, self.environment(), clear=True),
-                contextlib.redirect_stdout(channel),
-                contextlib.redirect_stderr(channel),
-            ):
-                returned = cli.main(arguments)
-            said = channel.getvalue()
-        assert returned == status, said
+        """What it says, on both channels; never the password."""
+        run = run_outbox if self.path else run_outbox_here
+        done = run(arguments, self.environment())
+        said = done.output + done.log
+        assert done.status == status, said
         assert "Traceback" not in said
         assert (urlsplit(self.dsn).password or "@") not in said
         return said
@@ -85,26 +62,9 @@ Login = Callable[[], str]
 
 
 @pytest.fixture
-def login() -> Iterator[Login]:
-    """Makes roles that may log in, and nothing else."""
-    names: list[str] = []
-
-    def make() -> str:
-        names.append(f'"Outbox, test {secrets.token_hex(6)}"')
-        query(SERVER, f"create role {names[-1]} login password '{PASSWORD}'")
-        return names[-1]
-
-    yield make
-    for name in names:
-        query(SERVER, f"drop role {name}")
-
-
-# After the roles: one can be dropped when no database is left in which it has rights.
-@pytest.fixture
-def empty(login: Login) -> Iterator[str]:
-    del login
-    with databases.database(SERVER) as dsn:
-        yield dsn
+def login(roles: Roles) -> Login:
+    """Makes roles that may log in, and nothing else, and whose names must be quoted."""
+    return lambda: roles.add(f'"Outbox, test {secrets.token_hex(6)}"')
 
 
 @pytest.fixture
@@ -113,8 +73,7 @@ def outbox(empty: str) -> Command:
 
 
 def as_role(dsn: str, role: str) -> str:
-    at, quoted = urlsplit(dsn), role.strip('"').replace(" ", "%20").replace(",", "%2C")
-    return at._replace(netloc=f"{quoted}:{PASSWORD}@{at.netloc.rpartition('@')[2]}").geturl()
+    return as_user(dsn, role.strip('"'))
 
 
 def name_of(dsn: str) -> str:
@@ -296,7 +255,7 @@ def test_upgrade_is_patient(newer: Command, next_release: Releases, mode: Mode) 
 def test_verify(installed: str, outbox: Command, mode: Mode, login: Login) -> None:
     """Rights that grant_*() gave and days of the archive are as they should be; any role can look."""
     roles = [login() for _ in range(6)]
-    parts = zip(roles, ("emit", "relay", "consume", "monitor", "admin", "emit"), strict=True)
+    parts = zip(roles, (*PARTS, "emit"), strict=True)
     psql(installed, text="".join(f"select outbox.grant_{part}('{role}');\n" for role, part in parts))
     query(installed, f"select outbox.grant_monitor('{roles[0]}')")
     query(installed, "select outbox.configure('retention', '7 days')")

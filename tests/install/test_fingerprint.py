@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 import databases
-from databases import assert_same, fingerprint, restore
+from databases import PARTS, assert_same, fingerprint, restore
 from outbox.verify import masked
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 PACKAGING = databases.ROOT / "sql/packaging"
 EXPECTED = PACKAGING / "fingerprint.expected"
 SETTINGS, _, QUERY = (PACKAGING / "fingerprint.sql").read_text().partition("\n\nwith ")
-PARTS = ("emit", "relay", "consume", "monitor", "admin")
 
 
 @contextlib.contextmanager

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
 import databases
-from databases import BUILD, SERVER, assert_same, fingerprint, psql, query, restore
+from databases import BUILD, SERVER, Roles, as_user, assert_same, fingerprint, psql, query, restore
+from harness import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from databases import Mode
 
 INSTALL = BUILD / "outbox-install.sql"
@@ -47,13 +44,6 @@ def emit(dsn: str, count: int = 1) -> list[int]:
             for n in range(count)
             for row in connection.execute("select outbox.emit('order.created', %s::jsonb)", [f'{{"n": {n}}}'])
         ]
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < limit, f"waited 30 s until {what}"
-        time.sleep(0.02)
 
 
 def start_psql(dsn: str, *arguments: str) -> subprocess.Popen[str]:
@@ -109,17 +99,11 @@ def test_refuses_another_encoding(mode: Mode) -> None:
 
 
 @pytest.fixture
-def plain_user(empty: str) -> Iterator[str]:
+def plain_user(empty: str, roles: Roles) -> str:
     """A DSN for the empty database as a role that may create schemas in it, and no more."""
-    role, password = f"outbox_test_{secrets.token_hex(6)}", secrets.token_hex(16)
-    at = urlsplit(empty)
-    query(SERVER, f"create role {role} login password '{password}'")
-    query(SERVER, f"grant create on database {at.path[1:]} to {role}")
-    try:
-        yield urlunsplit(at._replace(netloc=f"{role}:{password}@{at.netloc.rpartition('@')[2]}"))
-    finally:
-        query(empty, f"drop owned by {role} cascade")
-        query(SERVER, f"drop role {role}")
+    role = roles.make()
+    query(SERVER, f"grant create on database {urlsplit(empty).path[1:]} to {role}")
+    return as_user(empty, role)
 
 
 def test_needs_no_superuser(empty: str, plain_user: str, mode: Mode) -> None:
@@ -171,7 +155,7 @@ def test_killed_leaves_nothing(empty: str, killed: str) -> None:
         client.stdin.write("commit;\n")
     client.communicate(timeout=30)
     assert client.returncode != 0
-    wait_for(lambda: activity(empty, "backend_type = 'client backend'") == 0, "the server process is gone")
+    eventually(lambda: activity(empty, "backend_type = 'client backend'") == 0, "the end of the server process")
     assert state(empty) == ""
 
 
@@ -181,7 +165,7 @@ def test_two_installers_at_once(empty: str, other: Mode) -> None:
         gate.execute("select pg_advisory_xact_lock(hashtextextended('outbox install', 0))")
         how = ["-c", "create extension outbox"] if other == "extension" else ["-f", str(INSTALL)]
         clients = [start_psql(empty, "-f", str(INSTALL)), start_psql(empty, *how)]
-        wait_for(lambda: activity(empty, "wait_event = 'advisory'") == len(clients), "both wait")
+        eventually(lambda: activity(empty, "wait_event = 'advisory'") == len(clients), "both")
     errors = [client.communicate(timeout=60)[1] for client in clients]
     assert sorted(error == "" for error in errors) == [False, True]
     assert "ERROR:  schema outbox exists in this database: outbox is installed" in "".join(errors)
@@ -270,7 +254,7 @@ def test_uninstall_sees_an_emit_that_is_under_way(installed: str) -> None:
     with psycopg.connect(installed) as emitter:
         emitter.execute("select outbox.emit('order.created', '{}')")
         client = start_psql(installed, "-f", str(UNINSTALL))
-        wait_for(lambda: activity(installed, "wait_event_type = 'Lock'") == 1, "uninstall waits for the emitter")
+        eventually(lambda: activity(installed, "wait_event_type = 'Lock'") == 1, "an uninstall that waits")
     _, error = client.communicate(timeout=30)
     assert "not removed: messages waiting in outbox.message: 1" in error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import subprocess
 import threading
 import time
@@ -16,7 +15,8 @@ import pytest
 import build
 import databases
 import releases as made
-from databases import ROOT, SERVER, assert_same, fingerprint, psql, query, restore
+from databases import PARTS, ROOT, SERVER, Roles, as_user, assert_same, fingerprint, psql, query, restore
+from harness import eventually
 from releases import Releases
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from databases import Mode
 
-PARTS = ("emit", "relay", "consume", "monitor", "admin")
 TOKENS = [f"00000000-0000-0000-0000-00000000000{n}" for n in range(5)]
 
 
@@ -42,23 +41,6 @@ def releases(request: pytest.FixtureRequest) -> Releases:
         return request.param
     chosen: Releases = request.getfixturevalue("next_release")
     return chosen
-
-
-@pytest.fixture
-def roles() -> Iterator[dict[str, str]]:
-    """A role for each part."""
-    names = {part: f"outbox_test_{part}_{secrets.token_hex(6)}" for part in PARTS}
-    query(SERVER, "".join(f"create role {name};" for name in names.values()))
-    yield names
-    query(SERVER, "".join(f"drop role {name};" for name in names.values()))
-
-
-# After the roles: one can be dropped when no database is left in which it has rights.
-@pytest.fixture
-def empty(roles: dict[str, str]) -> Iterator[str]:
-    del roles
-    with databases.database(SERVER) as dsn:
-        yield dsn
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
@@ -115,14 +97,11 @@ def test_something_of_every_kind_has_changed(empty: str, mode: Mode, next_releas
     assert values == "2|two|on"
 
 
-def test_owner_stays_the_owner(empty: str, mode: Mode, releases: Releases, roles: dict[str, str]) -> None:
+def test_owner_stays_the_owner(empty: str, mode: Mode, releases: Releases, roles: Roles) -> None:
     """A superuser upgrades what another role owns: functions made by the upgrade must not get a superuser's rights."""
-    owner = roles["admin"]
+    owner = roles.make("owner")
     query(empty, f"grant create on database {urlsplit(empty).path[1:]} to {owner}")
-    query(empty, f"alter role {owner} login password 'x'")
-    at = urlsplit(empty)
-    as_owner = at._replace(netloc=f"{owner}:x@{at.netloc.rpartition('@')[2]}").geturl()
-    releases.install(as_owner, mode)
+    releases.install(as_user(empty, owner), mode)
     # In a transaction that goes on, as before.
     script = "".join(
         f"\\i {argument}\n" if argument.startswith("/") else f"{argument};\n"
@@ -142,8 +121,8 @@ def test_owner_stays_the_owner(empty: str, mode: Mode, releases: Releases, roles
                  f" and proowner <> '{owner}'::regrole") == "0"  # fmt: skip
 
 
-def test_others_may_not(empty: str, next_release: Releases, roles: dict[str, str]) -> None:
-    stranger = roles["emit"]
+def test_others_may_not(empty: str, next_release: Releases, roles: Roles) -> None:
+    stranger = roles.make("stranger")
     next_release.install(empty, "plain")
     query(empty, f"select outbox.grant_emit('{stranger}')")
     before = fingerprint(empty)
@@ -213,9 +192,10 @@ def rights(dsn: str) -> set[str]:
     return {line for line in fingerprint(dsn) if line.startswith("privilege ")}
 
 
-def test_rows_and_rights_survive(empty: str, mode: Mode, releases: Releases, roles: dict[str, str]) -> None:
+def test_rows_and_rights_survive(empty: str, mode: Mode, releases: Releases, roles: Roles) -> None:
     releases.install(empty, mode)
-    for part, role in roles.items():
+    parts = {part: roles.make(part) for part in PARTS}
+    for part, role in parts.items():
         query(empty, f"select outbox.grant_{part}('{role}')")
     with psycopg.connect(empty, autocommit=True) as db:
         for statement in SEED.format(*TOKENS).split(";\n"):
@@ -253,7 +233,7 @@ def test_rows_and_rights_survive(empty: str, mode: Mode, releases: Releases, rol
     # The rights of each part are those of a fresh install, whatever was dropped and made again.
     with databases.database(SERVER) as fresh:
         releases.install(fresh, mode, releases.new)
-        for part, role in roles.items():
+        for part, role in parts.items():
             query(fresh, f"select outbox.grant_{part}('{role}')")
         query(fresh, "select outbox.configure('retention', 'forever')")
         assert_same(sorted(rights(fresh)), sorted(rights(empty)))
@@ -432,10 +412,7 @@ def test_two_at_once(empty: str, mode: Mode, next_release: Releases) -> None:
         waiting = (
             "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
         )
-        limit = time.monotonic() + 30
-        while watcher.execute(waiting).fetchone() != (2,):
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        eventually(lambda: watcher.execute(waiting).fetchone() == (2,), "both")
     errors = [one.communicate(timeout=60)[1] for one in both]
     assert sorted(error == "" for error in errors) == [False, True]
     # Of an extension the server itself writes down the new version first.

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import provision
 
 SCRIPT = """
@@ -43,3 +45,25 @@ def test_without_apt_the_message_names_packages(tmp_path: Path) -> None:
     done = provision_without_root(tmp_path)
     assert done.returncode == 1
     assert "Install what Debian calls: a-package" in done.stderr
+
+
+def test_an_environment_behind_a_link_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another clone's. This one gets an environment of its own in the place of the link."""
+    others, ours = tmp_path / "others", tmp_path / ".venv"
+    others.mkdir()
+    (others / "outbox-stamp").write_text("of another clone")
+    ours.symlink_to(others)
+    monkeypatch.setattr(provision, "VENV", ours)
+    monkeypatch.setattr(provision, "STAMP", ours / "outbox-stamp")
+
+    def run(_what: str, command: list[str | Path]) -> None:
+        """What makes the environment, for real; nothing is installed into it."""
+        if "venv" in command:
+            subprocess.run([*command, "--without-pip"], check=True)
+
+    monkeypatch.setattr(provision, "run_logged", run)
+    provision.ensure_venv()
+    assert [path.name for path in others.iterdir()] == ["outbox-stamp"]
+    assert (others / "outbox-stamp").read_text() == "of another clone"
+    assert not ours.is_symlink()
+    assert (ours / "outbox-stamp").read_text() == provision.wanted_stamp()

@@ -8,7 +8,6 @@ import re
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import guardian
 import pytest
 
 import databases
@@ -229,8 +229,7 @@ def test_rabbitmq_guide(tmp_path: Path) -> None:
 def test_operating_guide(terminal: Terminal, tmp_path: Path) -> None:
     """With a port that is free; and what it wrote to files is what the commands say."""
     text = (DOCS / "operating.md").read_text()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        text = text.replace("9187", str(free.getsockname()[1]))
+    text = text.replace("9187", str(guardian.free_port()))
     assert run_readme(text, terminal, "docs/operating.md") >= 15
     (ready,) = json.loads((tmp_path / "ready.json").read_text())["databases"].values()
     assert (ready["ready"], ready["database"], ready["broker"]) == (True, "up", "up")

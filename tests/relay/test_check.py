@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 import databases
-from harness import Db, Finished, Queue, RunOutbox
+from databases import Roles, as_user
+from harness import Db, Finished, Management, Queue, RunOutbox, may
 from outbox.check import CALLED
 
 Check = Callable[..., Finished]
@@ -19,26 +18,6 @@ Check = Callable[..., Finished]
 @pytest.fixture
 def check(outbox: RunOutbox, dsn: str, amqp_url: str) -> Check:
     return lambda **more: outbox("relay", "--check", **{"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": amqp_url, **more})
-
-
-@pytest.fixture
-def role(db: Db, dsn: str) -> Iterator[str]:
-    name = f"outbox_test_{secrets.token_hex(6)}"
-    db.execute(f"create role {name} login password 'x'")
-    at = urlsplit(dsn)
-    yield at._replace(netloc=f"{name}:x@{at.hostname}:{at.port}").geturl()
-    db.execute(f"select outbox.revoke_relay('{name}')")
-    db.execute(f"drop role {name}")
-
-
-@pytest.fixture
-def broker_user(management: Callable[..., Any], amqp_url: str) -> Iterator[str]:
-    """A user of the broker that may do nothing yet; its URL."""
-    name = f"outbox_test_{secrets.token_hex(6)}"
-    management("PUT", f"/users/{name}", {"password": "x", "tags": ""})
-    at = urlsplit(amqp_url)
-    yield at._replace(netloc=f"{name}:x@{at.hostname}:{at.port}").geturl()
-    management("DELETE", f"/users/{name}")
 
 
 def test_all_is_well(check: Check, queue: Queue, db: Db) -> None:
@@ -59,30 +38,28 @@ def test_every_function_is_looked_at() -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_role_without_rights(check: Check, role: str, db: Db) -> None:
-    name = urlsplit(role).username
+def test_role_without_rights(check: Check, dsn: str, roles: Roles, db: Db) -> None:
+    name = roles.make()
     db.execute(f"grant usage on schema outbox to {name}")
     db.execute(f"grant execute on function outbox.version to {name}")
-    done = check(OUTBOX_DSN=role)
+    done = check(OUTBOX_DSN=as_user(dsn, name))
     assert done.status == 2
     line = next(line for line in done.output.splitlines() if line.startswith("FAIL"))
     assert f"role '{name}' may not call arm_wakeup, claim_batch, cleanup" in line
     db.execute(line.partition("`")[2].rstrip("`").encode())
-    done = check(OUTBOX_DSN=role)
+    done = check(OUTBOX_DSN=as_user(dsn, name))
     assert done.status == 0, done.output
 
 
-def test_broker_user_without_rights(
-    check: Check, broker_user: str, management: Callable[..., Any], queue: Queue
-) -> None:
+def test_broker_user_without_rights(check: Check, broker_user: str, management: Management, queue: Queue) -> None:
     name = urlsplit(broker_user).username
     done = check(OUTBOX_AMQP_URL=broker_user)
     assert done.status in {1, 2}
-    management("PUT", f"/permissions/{{vhost}}/{name}", {"configure": "^$", "write": "^$", "read": ".*"})
+    may(management, broker_user, read=".*")
     done = check(OUTBOX_AMQP_URL=broker_user)
     assert done.status == 2
     assert f"user '{name}' may not write to exchange 'outbox'" in done.output
-    management("PUT", f"/permissions/{{vhost}}/{name}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
+    may(management, broker_user, write="^outbox$")
     assert check(OUTBOX_AMQP_URL=broker_user).status == 0
     assert queue.take() == []
 
@@ -119,7 +96,7 @@ def test_behind_a_pooler(check: Check, pooled: str) -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_what_can_be_read_on_the_way(check: Check, dsn: str, amqp_url: str) -> None:
+def test_what_can_be_read_on_the_way(check: Check, dsn: str) -> None:
     at = urlsplit(dsn)
     named = (
         f"host=db.test hostaddr=127.0.0.1 port={at.port} user={at.username} password={quote(at.password or '')}"
@@ -128,4 +105,3 @@ def test_what_can_be_read_on_the_way(check: Check, dsn: str, amqp_url: str) -> N
     done = check(OUTBOX_DSN=named)
     assert done.status == 0
     assert "its certificate is not verified; sslmode=verify-full does that" in done.output
-    assert amqp_url

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from urllib.parse import urlsplit
-
 import pytest
 
 import databases
@@ -130,15 +127,9 @@ def test_declare_leaves_another_kind_alone(outbox: RunOutbox, dsn: str, amqp_url
     assert "exchange 'outbox' cannot be used" in done.errors[-1]
 
 
-def test_role_without_rights(outbox: RunOutbox, dsn: str, amqp_url: str, queue: Queue) -> None:
-    role = f"outbox_test_{secrets.token_hex(6)}"
-    databases.query(dsn, f"create role {role} login password 'x'")
-    try:
-        at = urlsplit(dsn)
-        as_role = at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl()
-        done = outbox("relay", "--once", OUTBOX_DSN=as_role, OUTBOX_AMQP_URL=amqp_url)
-    finally:
-        databases.query(dsn, f"drop role {role}")
+def test_role_without_rights(outbox: RunOutbox, dsn: str, roles: databases.Roles, amqp_url: str, queue: Queue) -> None:
+    role = roles.make()
+    done = outbox("relay", "--once", OUTBOX_DSN=databases.as_user(dsn, role), OUTBOX_AMQP_URL=amqp_url)
     assert done.status == 2
     assert f"role '{role}' may not do this: permission denied" in done.errors[-1]
     assert f"select outbox.grant_relay('{role}')" in done.errors[-1]

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import guardian
 import pytest
 
 import databases
@@ -62,8 +62,7 @@ def image() -> Iterator[Path]:
 
 def test_container_file(image: Path, tmp_path: Path, amqp_url: str, queue: Queue) -> None:
     """Its steps in turn, from the wheel to a message. No engine: a venv stands for the image, its Python is ours."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(guardian.free_port())
     text = (databases.ROOT / "docs" / "Containerfile").read_text().replace("9187", port)
     lines = [line.split(" ", 1) for line in text.splitlines() if line[0] != "#"]
     assert [word for word, _ in lines] == STEPS

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import guardian
 import pytest
 
 import databases
@@ -54,8 +54,7 @@ class Prometheus:
     """A real one, which scrapes a relay every 200 ms and evaluates the rules as they stand, but for what they wait."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{guardian.free_port()}"
         rules = folder / "alerts.yml"
         rules.write_text(re.sub(r"^ +for: .*\n", "", RULES.read_text(), flags=re.MULTILINE))
         (folder / "prometheus.yml").write_text(

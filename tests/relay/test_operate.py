@@ -8,18 +8,29 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 import pytest
 
-from harness import PATIENCE, Db, Finished, Queue, RunOutbox, StartRelay, emit, on_terminal, waiting
+from databases import Roles, as_user
+from harness import (
+    PATIENCE,
+    Db,
+    Finished,
+    Queue,
+    StartRelay,
+    emit,
+    environment_with,
+    on_terminal,
+    run_outbox_here,
+    waiting,
+)
 
 Run = Callable[..., Finished]
 
 
 @pytest.fixture
-def run(outbox: RunOutbox, dsn: str) -> Run:
-    return lambda *arguments, **more: outbox(*arguments, **{"OUTBOX_DSN": dsn, **more})
+def run(dsn: str) -> Run:
+    return lambda *arguments, **more: run_outbox_here(arguments, environment_with(**{"OUTBOX_DSN": dsn, **more}))
 
 
 @pytest.fixture
@@ -221,29 +232,22 @@ def test_pause_and_resume(run: Run, db: Db, queue: Queue, start_relay: StartRela
     ("command", "part"),
     [(["emit", "a"], "emit"), (["stats"], "monitor"), (["dead", "list"], "admin"), (["pause"], "admin")],
 )
-def test_rights(run: Run, db: Db, dsn: str, command: list[str], part: str) -> None:
-    role = f"outbox_test_{secrets.token_hex(6)}"
-    db.execute(f"create role {role} login password 'x'")
-    try:
-        at = urlsplit(dsn)
-        as_role = at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl()
-        done = run(*command, OUTBOX_DSN=as_role)
-        assert done.status == 2
-        assert f"role '{role}' may not do this: permission denied" in done.errors[0]
-        hint = done.errors[0].partition("`")[2].rstrip("`")
-        assert hint == f"select outbox.grant_{part}('{role}')"
-        db.execute(hint.encode())
-        assert run(*command, OUTBOX_DSN=as_role).status == 0
-        db.execute(f"select outbox.revoke_{part}('{role}')")
-    finally:
-        db.execute(f"drop role {role}")
+def test_rights(run: Run, db: Db, dsn: str, roles: Roles, command: list[str], part: str) -> None:  # noqa: PLR0917 - fixtures
+    role = roles.make()
+    done = run(*command, OUTBOX_DSN=as_user(dsn, role))
+    assert done.status == 2
+    assert f"role '{role}' may not do this: permission denied" in done.errors[0]
+    hint = done.errors[0].partition("`")[2].rstrip("`")
+    assert hint == f"select outbox.grant_{part}('{role}')"
+    db.execute(hint.encode())
+    assert run(*command, OUTBOX_DSN=as_user(dsn, role)).status == 0
 
 
-def test_which_database(outbox: RunOutbox) -> None:
-    assert outbox("stats").errors == ["outbox: no database given: pass --dsn or set OUTBOX_DSN"]
-    two = outbox("stats", OUTBOX_DSN="dbname=a\n# a comment\n\ndbname=b")
+def test_which_database(run: Run) -> None:
+    assert run("stats", OUTBOX_DSN="").errors == ["outbox: no database given: pass --dsn or set OUTBOX_DSN"]
+    two = run("stats", OUTBOX_DSN="dbname=a\n# a comment\n\ndbname=b")
     assert two.errors == ["outbox: 2 databases given: this is about one, name it with --dsn"]
-    away = outbox("stats", "--dsn", "postgresql://127.0.0.1:1/none")
+    away = run("stats", "--dsn", "postgresql://127.0.0.1:1/none")
     assert away.status == 1
     assert "Connection refused" in away.errors[0]
 

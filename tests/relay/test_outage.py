@@ -5,17 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import signal
 import time
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from pamqp import commands
 from pamqp.frame import marshal
 
-from harness import Db, Management, Proxy, Queue, StartRelay, emit, eventually, leased, waiting
+from databases import PASSWORD, Roles, as_user
+from harness import (
+    Db,
+    Management,
+    Proxy,
+    Queue,
+    StartRelay,
+    claims,
+    cut_off,
+    emit,
+    eventually,
+    leased,
+    may,
+    waiting,
+)
 
 # Time-outs in the proportions of the defaults, so that a test takes seconds.
 QUICK = ("--lease", "8", "--confirm-timeout", "2", "--send-timeout", "1", "--heartbeat", "1")
@@ -26,13 +39,6 @@ def attempts(db: Db) -> int:
         "select coalesce(sum(attempts), 0) + (select count(*) from outbox.dead_letter) from outbox.message"
     )
     return int((row.fetchone() or (0,))[0])
-
-
-def claims(db: Db) -> int:
-    """How many claims there have been."""
-    row = db.execute("select last_value from outbox.lane_turn").fetchone()
-    assert row is not None
-    return int(row[0])
 
 
 def ids(queue: Queue, count: int) -> list[str]:
@@ -94,6 +100,7 @@ def test_late_confirms_make_no_duplicates(db: Db, queue: Queue, proxy: Proxy, st
     db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 20)")
     eventually(lambda: leased(db), "a claim")
     other = start_relay(*settings)
+    other.await_log("relay ready")
     relay.await_log("no confirm within 4 s")
     assert leased(db)
     proxy.held.clear()
@@ -121,6 +128,7 @@ def test_leases_are_held_while_the_connection_is_blocked(
     until = time.monotonic() + 6.5  # longer than the lease and twice the confirm time-out, within three heartbeats
     while time.monotonic() < until:
         assert leased(db)
+        time.sleep(0.02)
     proxy.say(marshal(commands.Connection.Unblocked(), 0))
     proxy.held.clear()
     eventually(lambda: waiting(db) == 0, "an empty table")
@@ -139,6 +147,7 @@ def test_full_queue_costs_no_attempt(db: Db, management: Management, start_relay
     before, until = claims(db), time.monotonic() + 1.5
     while time.monotonic() < until:
         assert claims(db) - before < 20, "it must not try again and again without a pause"
+        time.sleep(0.02)
     found: set[str] = set()
     while found != wanted:
         found |= set(ids(queue, 1))
@@ -198,9 +207,8 @@ def test_what_an_outage_has_become_is_told(
     """The connection is lost, and when the broker is back the exchange is missing: only the second can be mended."""
     relay = start_relay()
     relay.await_log("relay ready")
-    (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
     management("DELETE", "/exchanges/{vhost}/outbox")
-    management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+    cut_off(management)
     emit(db)
     relay.await_log("the broker has no exchange 'outbox': create it")
     Queue(management)
@@ -214,8 +222,7 @@ def test_lost_broker_connection_is_made_again(
 ) -> None:
     relay = start_relay("-v")
     relay.await_log("relay ready")
-    (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
-    management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+    cut_off(management)
     relay.await_log("relay ready", times=2)
     db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 20)")
     queue.receive(20)
@@ -235,6 +242,7 @@ def test_outage_is_told_once(db: Db, proxy: Proxy, start_relay: StartRelay) -> N
     until = time.monotonic() + 3
     while time.monotonic() < until:
         assert not leased(db), "nothing is claimed while the broker is away"
+        time.sleep(0.02)
     assert relay.log.count("\n") <= 3
     assert relay.stop() == 0
 
@@ -419,62 +427,47 @@ def test_brokers_are_tried_in_turn(db: Db, amqp_url: str, proxy: Proxy, queue: Q
     assert relay.stop() == 0
 
 
-def relay_role(db: Db) -> str:
-    role = f"outbox_test_{secrets.token_hex(6)}"
-    db.execute(f"create role {role} login password 'x'")
-    db.execute(f"grant usage on schema outbox to {role}; grant execute on all functions in schema outbox to {role}")
-    return role
-
-
 @pytest.mark.parametrize(("deny", "permit"), [("nologin", "login"), ("connection limit 0", "connection limit -1")])
-def test_database_that_lets_nobody_in(
-    db: Db, dsn: str, queue: Queue, start_relay: StartRelay, *, deny: str, permit: str
+def test_database_that_lets_nobody_in(  # noqa: PLR0917 - fixtures
+    db: Db, dsn: str, roles: Roles, queue: Queue, start_relay: StartRelay, deny: str, permit: str
 ) -> None:
-    role = relay_role(db)
-    try:
-        at = urlsplit(dsn)
-        relay = start_relay(pg=at._replace(netloc=f"{role}:x@{at.hostname}:{at.port}").geturl())
-        relay.await_log("relay ready")
-        emit(db)
-        queue.receive(1)
-        eventually(lambda: waiting(db) == 0, "an empty table")
-        db.execute(f"alter role {role} {deny}")
-        db.execute(f"select pg_terminate_backend(pid) {SESSIONS}")
-        relay.await_log("server unavailable")
-        emit(db)
-        time.sleep(2)
-        assert relay.log.count("\n") <= 5
-        db.execute(f"alter role {role} {permit}")
-        queue.receive(1)
-        assert relay.stop() == 0
-    finally:
-        db.execute(f"drop owned by {role}")
-        db.execute(f"drop role {role}")
+    role = roles.make()
+    db.execute(f"select outbox.grant_relay('{role}')")
+    relay = start_relay(pg=as_user(dsn, role))
+    relay.await_log("relay ready")
+    emit(db)
+    queue.receive(1)
+    eventually(lambda: waiting(db) == 0, "an empty table")
+    db.execute(f"alter role {role} {deny}")
+    db.execute(f"select pg_terminate_backend(pid) {SESSIONS}")
+    relay.await_log("server unavailable")
+    emit(db)
+    time.sleep(2)
+    assert relay.log.count("\n") <= 5
+    db.execute(f"alter role {role} {permit}")
+    queue.receive(1)
+    assert relay.stop() == 0
 
 
 def test_changed_password_at_the_broker(
-    db: Db, amqp_url: str, management: Management, queue: Queue, start_relay: StartRelay
+    db: Db, broker_user: str, management: Management, queue: Queue, start_relay: StartRelay
 ) -> None:
-    user = f"outbox_test_{secrets.token_hex(6)}"
-    management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
-    try:
-        management("PUT", f"/permissions/{{vhost}}/{user}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
-        at = urlsplit(amqp_url)
-        relay = start_relay(amqp=at._replace(netloc=f"{user}:x@{at.hostname}:{at.port}").geturl())
-        relay.await_log("relay ready")
-        (connection,) = eventually(lambda: management("GET", "/vhosts/{vhost}/connections"), "the relay's connection")
-        management("PUT", f"/users/{user}", {"password": "y", "tags": ""})
-        management("DELETE", f"/connections/{quote(connection['name'], safe='')}")
-        relay.await_log("server unavailable")
-        emit(db)
-        time.sleep(2)
-        assert relay.log.count("\n") <= 3
-        management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
-        queue.receive(1)
-        assert attempts(db) == 0
-        assert relay.stop() == 0
-    finally:
-        management("DELETE", f"/users/{user}")
+    def set_password(password: str) -> None:
+        management("PUT", f"/users/{urlsplit(broker_user).username}", {"password": password, "tags": ""})
+
+    may(management, broker_user, write="^outbox$")
+    relay = start_relay(amqp=broker_user)
+    relay.await_log("relay ready")
+    set_password("another")
+    cut_off(management)
+    relay.await_log("server unavailable")
+    emit(db)
+    time.sleep(2)
+    assert relay.log.count("\n") <= 3
+    set_password(PASSWORD)
+    queue.receive(1)
+    assert attempts(db) == 0
+    assert relay.stop() == 0
 
 
 def test_reconnecting_leaves_no_files_open(db: Db, queue: Queue, proxy: Proxy, start_relay: StartRelay) -> None:

@@ -13,13 +13,12 @@ import time
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import UUID
 
 import pytest
 
 import databases
-from harness import PATIENCE, Db, Management, Proxy, Queue, StartRelay, emit, eventually, leased, waiting
+from harness import PATIENCE, Db, Management, Proxy, Queue, StartRelay, emit, eventually, leased, may, waiting
 from outbox import MessageRelay, cli
 from outbox.publish import Publisher
 from outbox.store import Store, fits
@@ -151,12 +150,6 @@ def test_signal_ends_it_cleanly(db: Db, queue: Queue, start_relay: StartRelay, n
     assert waiting(db) == 0
 
 
-def test_signal_ends_it_while_a_server_is_away(start_relay: StartRelay) -> None:
-    relay = start_relay(amqp="amqp://127.0.0.1:1/")
-    relay.await_log("server unavailable")
-    assert relay.stop() == 0
-
-
 def test_once_drains_several_batches(db: Db, queue: Queue, start_relay: StartRelay) -> None:
     db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 1000)")
     assert start_relay("--once", "--batch-size", "100").process.wait(20) == 0
@@ -182,21 +175,14 @@ def test_key_waits_behind_what_closed_the_channel(db: Db, queue: Queue, start_re
 
 
 def test_no_permission_for_one_exchange(
-    db: Db, amqp_url: str, management: Management, queue: Queue, start_relay: StartRelay
+    db: Db, broker_user: str, management: Management, queue: Queue, start_relay: StartRelay
 ) -> None:
     Queue(management, "other", exchange="other")
-    user = f"outbox_test_{os.getpid()}"
-    management("PUT", f"/users/{user}", {"password": "x", "tags": ""})
-    try:
-        management("PUT", f"/permissions/{{vhost}}/{user}", {"configure": "^$", "write": "^outbox$", "read": "^$"})
-        at = urlsplit(amqp_url)
-        good = [emit(db)[1] for _ in range(20)]
-        refused, _ = emit(db, exchange="other")
-        good += [emit(db)[1] for _ in range(20)]
-        as_user = at._replace(netloc=f"{user}:x@{at.hostname}:{at.port}").geturl()
-        assert start_relay("--once", amqp=as_user).process.wait(20) == 0
-    finally:
-        management("DELETE", f"/users/{user}")
+    may(management, broker_user, write="^outbox$")
+    good = [emit(db)[1] for _ in range(20)]
+    refused, _ = emit(db, exchange="other")
+    good += [emit(db)[1] for _ in range(20)]
+    assert start_relay("--once", amqp=broker_user).process.wait(20) == 0
     assert {message.properties["message_id"] for message in queue.receive(40)} == set(good)
     ((found, attempts, error),) = db.execute("select id, attempts, error from outbox.message").fetchall()
     assert (found, attempts) == (refused, 1)
@@ -251,6 +237,7 @@ def test_stop_waits_for_confirms(db: Db, queue: Queue, proxy: Proxy, start_relay
 
 @pytest.mark.usefixtures("queue")
 def test_second_signal_ends_it_at_once(db: Db, proxy: Proxy, start_relay: StartRelay) -> None:
+    # After one signal it would wait for the confirm, for the 30 s of --shutdown: longer than stop() does.
     relay = start_relay(amqp=proxy.url)
     relay.await_log("relay ready")
     proxy.held.set()
@@ -258,9 +245,7 @@ def test_second_signal_ends_it_at_once(db: Db, proxy: Proxy, start_relay: StartR
     eventually(lambda: leased(db), "a claim")
     relay.process.send_signal(signal.SIGTERM)
     relay.await_log("stopping")
-    begun = time.monotonic()
     assert relay.stop() == 128 + signal.SIGTERM
-    assert time.monotonic() - begun < 3
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import guardian
 import psycopg
 import pytest
 
@@ -161,8 +162,8 @@ def test_worker_that_dies_is_replaced(db: Db, queue: Queue, start_relay: StartRe
     relay = start_relay("--workers", "2", "--http", page.address)
     relay.await_log("relay ready", 2)
     os.kill(children(relay)[0], signal.SIGKILL)
+    eventually(lambda: page.get("/healthz") == (503, "1 workers do not answer\n"), "that it shows")
     relay.await_log("a worker ended, starting another")
-    assert page.get("/healthz") == (503, "1 workers do not answer\n")
     relay.await_log("relay ready", 3)
     emit(db)
     queue.receive(1)
@@ -187,28 +188,32 @@ def test_workers_end_with_the_one_that_started_them(start_relay: StartRelay) -> 
     relay.await_log("relay ready", 2)
     workers = children(relay)
     relay.stop(signal.SIGKILL)
+    eventually(lambda: not any(map(guardian.birth, workers)), "the end of the workers")
 
-    def gone(pid: int) -> bool:
-        try:
-            return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
 
-    eventually(lambda: all(gone(pid) for pid in workers), "the end of the workers")
+def status(pid: int, name: str) -> str:
+    (found,) = re.findall(rf"^{name}:\t(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def is_due(pid: int, number: int) -> bool:
+    """Whether a process that is stopped has been sent this signal."""
+    return bool(int(status(pid, "ShdPnd"), 16) >> (number - 1) & 1)
 
 
 @pytest.mark.usefixtures("queue")
-def test_second_signal_ends_workers_at_once(db: Db, start_relay: StartRelay) -> None:
+def test_second_signal_ends_workers_at_once(start_relay: StartRelay) -> None:
     relay = start_relay("--workers", "2")
     relay.await_log("relay ready", 2)
     workers = children(relay)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(status(pid, "State") == "T" for pid in workers), "workers that stand still")
     relay.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    eventually(lambda: all(is_due(pid, signal.SIGTERM) for pid in workers), "the first signal, passed on")
+    assert all(map(guardian.birth, workers))
     assert relay.stop(signal.SIGTERM) == 128 + signal.SIGTERM
-    row = db.execute("select 1").fetchone()
-    assert row == (1,)
+    eventually(lambda: not any(map(guardian.birth, workers)), "the end of the workers")
 
 
 def test_worker_without_hope(outbox: RunOutbox, dsn: str, amqp_url: str) -> None:

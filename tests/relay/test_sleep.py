@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 
-from harness import Db, Queue, StartRelay, emit, eventually, waiting
+from harness import Db, Queue, StartRelay, claims, emit, eventually, waiting
 
 BELL = "from pg_locks where locktype = 'advisory' and objsubid = 2 and mode = 'ExclusiveLock' and granted"
 ARMED = f"select pid {BELL} and classid = 'outbox.message'::regclass::oid and objid = 1"
@@ -26,13 +26,15 @@ def armed(db: Db) -> list[int]:
 def test_woken_by_the_doorbell(db: Db, queue: Queue, start_relay: StartRelay) -> None:
     relay = start_relay()
     relay.await_log("relay ready")
-    begun = time.monotonic()
+    took = 0.0
     for _ in range(10):
         eventually(lambda: armed(db), "a relay that sleeps")
+        begun = time.monotonic()
         emit(db)
         queue.receive(1)
+        took += time.monotonic() - begun
     # Polling alone would need half a second for each, on average.
-    assert time.monotonic() - begun < 4
+    assert took < 3
     assert relay.stop() == 0
     assert not armed(db)
 
@@ -47,16 +49,20 @@ def test_polling_needs_no_notification(db: Db, queue: Queue, start_relay: StartR
 
 
 def test_open_emit_is_seen_soon_after_its_commit(db: Db, queue: Queue, start_relay: StartRelay) -> None:
-    with db.transaction():
-        emit(db)
-        relay = start_relay()
-        relay.await_log("relay ready")
-        time.sleep(0.3)  # it cannot arm, so it polls
-        assert not armed(db)
-    begun = time.monotonic()
-    queue.receive(1)
-    assert time.monotonic() - begun < 1
-    assert relay.stop() == 0
+    took = 0.0
+    for _ in range(3):
+        with db.transaction():
+            emit(db)
+            before = claims(db)
+            relay = start_relay()
+            eventually(lambda before=before: claims(db) > before + 3, "a relay that looks, since it cannot arm")  # type: ignore[misc]
+            assert not armed(db)
+        begun = time.monotonic()
+        queue.receive(1)
+        took += time.monotonic() - begun
+        assert relay.stop() == 0
+    # One that looks every second has just done so.
+    assert took < 1
 
 
 def test_relay_that_stops_wakes_the_others(db: Db, queue: Queue, start_relay: StartRelay) -> None:
@@ -74,22 +80,16 @@ def test_relay_that_stops_wakes_the_others(db: Db, queue: Queue, start_relay: St
 
 def test_bell_that_rings_for_nothing(db: Db, dsn: str, queue: Queue, start_relay: StartRelay) -> None:
     """Anybody can ring it, as often as they like."""
-
-    def claims() -> int:
-        row = db.execute("select last_value from outbox.lane_turn").fetchone()
-        assert row is not None
-        return int(row[0])
-
     relay = start_relay()
     relay.await_log("relay ready")
     eventually(lambda: armed(db), "a relay that sleeps")
     time.sleep(1)  # nothing came for a while
-    before, begun, rings = claims(), time.monotonic(), 0
+    before, begun, rings = claims(db), time.monotonic(), 0
     with psycopg.connect(dsn, autocommit=True) as stranger:
         while time.monotonic() < begun + 2:
             stranger.execute("notify outbox")
             rings += 1
-    made = claims() - before
+    made = claims(db) - before
     assert made < 60 * (time.monotonic() - begun) < rings
     emit(db)
     queue.receive(1)

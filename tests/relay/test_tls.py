@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -118,8 +117,7 @@ def place() -> Iterator[Place]:
             os.chown(path, owner.pw_uid, owner.pw_gid)
         ports = {"plain": urlsplit(pair.amqp_url).port or 0}
         for name in (*SHOWN, "asks-client"):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                ports[name] = free.getsockname()[1]
+            ports[name] = guardian.free_port()
             shown = "good" if name == "asks-client" else name
             asked = (
                 "{verify, verify_peer}, {fail_if_no_peer_cert, true}"

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import pytest
 
 import databases
 import releases as made
 from chaos.stage import LONG, SECONDS, TOTAL, Stage
-from databases import SERVER, Mode, psql, query
+from databases import SERVER, Mode, Roles, as_user, psql, query
 from releases import Releases
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from conftest import Management
-
-
-@pytest.fixture
-def relay_role() -> Iterator[str]:
-    name = f"outbox_test_relay_{secrets.token_hex(6)}"
-    query(SERVER, f"create role {name} login password 'x'")
-    yield name
-    query(SERVER, f"drop role {name}")
 
 
 # An extension's upgrade runs the same body: the real ones of both kinds take their time with OUTBOX_LONG=1.
@@ -42,7 +30,7 @@ CASES: list[tuple[Releases | None, Mode]] = [
     ("releases", "mode"), CASES, ids=[f"{one.old if one else 'made up'} {mode}" for one, mode in CASES]
 )
 def test_goes_on_through_an_upgrade(
-    relay_role: str, releases: Releases | None, mode: Mode, amqp_url: str, management: Management
+    roles: Roles, releases: Releases | None, mode: Mode, amqp_url: str, management: Management
 ) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -50,9 +38,8 @@ def test_goes_on_through_an_upgrade(
             releases = stack.enter_context(made.all_kinds(Path(folder) / "next"))
         dsn = stack.enter_context(databases.database(SERVER))
         releases.install(dsn, mode)
-        query(dsn, f"select outbox.grant_relay('{relay_role}')")
-        at = urlsplit(dsn)
-        as_relay = at._replace(netloc=f"{relay_role}:x@{at.netloc.rpartition('@')[2]}").geturl()
+        query(dsn, f"select outbox.grant_relay('{(role := roles.make('relay'))}')")
+        as_relay = as_user(dsn, role)
         with Stage(dsn, amqp_url, management.url, Path(folder)) as stage:
             relays = [stage.relay(pg=as_relay), stage.relay(pg=as_relay)]
             stage.emit(TOTAL // 2, SECONDS / 2)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 
 import outbox.metrics
 from harness import PATIENCE, Db, Page, Proxy, Queue, RunOutbox, StartRelay, emit, eventually, leased, waiting
-from outbox import MessageRelay
+from outbox import MessageRelay, health
 from outbox.config import RelaySettings
 from outbox.errors import DatabaseUnavailableError
 from outbox.hooks import Failure
@@ -150,8 +149,6 @@ def test_address_that_is_taken(outbox: RunOutbox, dsn: str, amqp_url: str) -> No
 
 
 def test_loop_that_does_not_turn() -> None:
-    from outbox import health  # noqa: PLC0415 - beside its only test
-
     state = {"silent": 61.5, "ready": True}
     assert health.why_ill({"databases": {"shop": [state]}}, 1.0) == "the loop of database shop does not turn"
     assert health.why_ill({"databases": {"shop": [state]}}, 2.0) is None
@@ -167,12 +164,23 @@ async def test_a_stuck_loop_shows(dsn: str, amqp_url: str, monkeypatch: pytest.M
 
     relay = MessageRelay(dsn=dsn, amqp_url=amqp_url)
     running = asyncio.create_task(relay.run())
-    await asyncio.sleep(4)
-    assert relay.state["ready"]
-    assert relay.state["silent"] < 1.4
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+
+    def turns() -> bool:
+        """Whether its silence has ended since the last look."""
+        seen.append(relay.state["silent"])
+        return seen[-1] < seen[-2]
+
+    await until(lambda: relay.state["ready"])
+    seen = [0.0]
+    for _ in range(2):
+        await until(turns)
     monkeypatch.setattr(relay, "_claim", hang)
-    await asyncio.sleep(2.5)
-    assert relay.state["silent"] > 1.4
+    await until(lambda: relay.state["silent"] > 2)  # twice as long as it sleeps at most
     running.cancel()
     await asyncio.wait({running})
 
@@ -180,16 +188,35 @@ async def test_a_stuck_loop_shows(dsn: str, amqp_url: str, monkeypatch: pytest.M
 @pytest.mark.usefixtures("queue")
 def test_liveness_file(start_relay: StartRelay, tmp_path: Path) -> None:
     file = tmp_path / "alive"
-    relay = start_relay("--liveness-file", str(file))
+    start_relay("--liveness-file", str(file))
     eventually(file.exists, "the file")
-    os.utime(file, (0, 0))
-    eventually(lambda: file.stat().st_mtime > 0, "that it is touched")
-    relay.process.send_signal(signal.SIGSTOP)
-    os.utime(file, (0, 0))
-    time.sleep(6)
-    assert file.stat().st_mtime == 0
-    relay.process.send_signal(signal.SIGCONT)
-    eventually(lambda: file.stat().st_mtime > 0, "that it is touched again")
+
+
+async def test_liveness_file_tells_of_a_loop_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "TOUCH_EVERY", 0.01)
+    file, state, looks = tmp_path / "alive", {"silent": 0.0}, asyncio.Semaphore(0)
+
+    async def look() -> dict[str, Any]:
+        looks.release()
+        return {"databases": {"shop": [state]}}
+
+    async def rounds(count: int) -> None:
+        """So many more; the one that is under way may have looked before."""
+        while not looks.locked():
+            await looks.acquire()
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(count + 1):
+                await looks.acquire()
+
+    keeper = asyncio.create_task(health.keep_file(str(file), look, 1.0))
+    for silent, touched in ((0.0, True), (61.5, False), (0.0, True)):
+        state["silent"] = silent
+        await rounds(2)
+        os.utime(file, (0, 0))
+        await rounds(3)
+        assert (file.stat().st_mtime > 0) is touched, silent
+    keeper.cancel()
+    await asyncio.wait({keeper})
 
 
 @pytest.mark.usefixtures("queue")
@@ -452,7 +479,7 @@ def test_json_lines(start_relay: StartRelay, queue: Queue, db: Db) -> None:
 NOISY = """
 import asyncio, logging, os, sys
 logging.basicConfig(level=logging.DEBUG)
-from outbox import MessageRelay
+from outbox import MessageRelay, health
 logging.getLogger().setLevel(logging.DEBUG)
 asyncio.run(MessageRelay(dsn=os.environ["OUTBOX_DSN"], amqp_url=os.environ["OUTBOX_AMQP_URL"], once=True).run())
 """
