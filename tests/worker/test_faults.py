@@ -47,11 +47,11 @@ async def test_w2_retry_that_no_queue_takes(broker: Broker, queue_type: str, cap
     ]
 
 
-async def test_w2_retry_that_no_queue_takes_and_none_may_be_made(broker: Broker) -> None:
+async def test_w2_retry_that_no_queue_takes_and_none_may_be_made(broker: Broker, queue_type: str) -> None:
     listener, attempts = failing()
-    async with running(worker_on(broker, listener)):
+    async with running(worker_on(broker, listener, queue_type=queue_type)):
         pass
-    worker = worker_on(broker, listener, declare=False, shutdown=0.5)
+    worker = worker_on(broker, listener, declare=False, shutdown=0.5, queue_type=queue_type)
     async with running(worker):
         broker.management("DELETE", "/queues/{vhost}/outbox.delay_100ms")
         await broker.publish("a")
@@ -115,7 +115,7 @@ async def test_w4_a_copy_keeps_all_properties(broker: Broker, queue_type: str) -
     assert dead["properties"]["delivery_mode"] == 2
 
 
-async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any) -> None:
+async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any, queue_type: str) -> None:
     """As a property of the copy it would close the channel; so it goes into a header."""
     management("PUT", "/users/producer", {"password": "p", "tags": "impersonator"})
     management("PUT", "/permissions/{vhost}/producer", {"configure": ".*", "write": ".*", "read": ".*"})
@@ -130,7 +130,7 @@ async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any) ->
             raise ValueError
 
     try:
-        async with running(worker_on(broker, handle)):
+        async with running(worker_on(broker, handle, queue_type=queue_type)):
             await producer.publish("a", user_id="producer")
             await eventually(lambda: seen == [("producer", None), (None, "producer")], "a retry")
     finally:
@@ -351,11 +351,11 @@ async def test_w11_deleted_queue_is_made_again(broker: Broker, queue_type: str) 
         await eventually(lambda: seen, "a message")
 
 
-async def test_w11_deleted_queue_that_may_not_be_made_again(broker: Broker) -> None:
+async def test_w11_deleted_queue_that_may_not_be_made_again(broker: Broker, queue_type: str) -> None:
     listener, _ = failing()
-    async with running(worker_on(broker, listener)):
+    async with running(worker_on(broker, listener, queue_type=queue_type)):
         pass
-    async with running(worker_on(broker, listener, declare=False)) as one:
+    async with running(worker_on(broker, listener, declare=False, queue_type=queue_type)) as one:
         broker.management("DELETE", "/queues/{vhost}/q")
         with pytest.raises(ConfigurationError, match="the broker lacks queue 'q': `outbox topology` writes down"):
             await asyncio.wait_for(one.task, 20)
@@ -380,16 +380,17 @@ async def test_a_channel_that_is_closed(broker: Broker, queue_type: str) -> None
 
 
 async def test_w14_the_end_does_not_wait_for_what_never_ends(
-    broker: Broker, start: StartProcess, tmp_path: Path
+    broker: Broker, start: StartProcess, tmp_path: Path, queue_type: str
 ) -> None:
     (tmp_path / "app.py").write_text(
         "import os, time\nfrom outbox import Worker, listen\n"
         "@listen('a', queue='thread')\ndef wedged(_body):\n    print('begun', flush=True)\n    time.sleep(600)\n"
         "@listen('a', queue='task')\nasync def stubborn(_body):\n    import asyncio\n"
         "    print('waiting', flush=True)\n    await asyncio.sleep(600)\n"
-        "worker = Worker(os.environ['OUTBOX_AMQP_URL'], listeners=[wedged, stubborn], shutdown=0.5)\n"
+        "worker = Worker(os.environ['OUTBOX_AMQP_URL'], listeners=[wedged, stubborn], shutdown=0.5,\n"
+        "    queue_type=os.environ['QUEUE_TYPE'])\n"
     )
-    one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+    one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url, QUEUE_TYPE=queue_type)
     await one.await_log("worker ready")
     await broker.publish("a", 1)
     await one.await_log("begun")
@@ -412,29 +413,31 @@ async def handle(body: int):
     while not pathlib.Path(f"go on {body}").exists():
         await asyncio.sleep(0.01)
 
-worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle])
+worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle], queue_type=os.environ["QUEUE_TYPE"])
 """
 
 
 async def test_the_first_signal_lets_it_finish_the_second_does_not(
-    broker: Broker, start: StartProcess, tmp_path: Path
+    broker: Broker, start: StartProcess, tmp_path: Path, queue_type: str
 ) -> None:
     (tmp_path / "app.py").write_text(PATIENT)
-    for number, first in enumerate((signal.SIGINT, signal.SIGTERM)):
-        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+    # Either signal may come first; that has nothing to do with the queue, so each kind has one way round.
+    both = [signal.SIGINT, signal.SIGTERM] if queue_type == "quorum" else [signal.SIGTERM, signal.SIGINT]
+    for number, first in enumerate(both):
+        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url, QUEUE_TYPE=queue_type)
         await one.await_log("worker ready")
         await broker.publish("a", number)
         await one.await_log(f"begun {number}")
         one.process.send_signal(first)
         await one.await_log("stopping")
-        if first == signal.SIGINT:
+        if first == both[0]:
             assert one.process.poll() is None
             (tmp_path / f"go on {number}").touch()
             assert await one.ended() == 0
             assert await broker.ready("q") == 0
         else:
             one.process.send_signal(first)
-            assert await one.ended() == 128 + signal.SIGTERM
+            assert await one.ended() == 128 + first
             await broker.filled("q")
 
 
@@ -497,7 +500,8 @@ async def test_a_login_that_is_refused(broker: Broker, caplog: pytest.LogCapture
     assert "canary" not in f"{raised.value} {caplog.text} {source._settings}"  # noqa: SLF001 - as above
 
 
-async def test_a_queue_that_is_there_and_differs(broker: Broker) -> None:
-    broker.management("PUT", "/queues/{vhost}/q", {"durable": True, "arguments": {"x-queue-type": "classic"}})
+async def test_a_queue_that_is_there_and_differs(broker: Broker, queue_type: str) -> None:
+    other = "quorum" if queue_type == "classic" else "classic"
+    broker.management("PUT", "/queues/{vhost}/q", {"durable": True, "arguments": {"x-queue-type": other}})
     with pytest.raises(ConfigurationError, match=r"queue 'q' differs from what is needed.*delete it, or use another"):
-        await asyncio.wait_for(worker_on(broker, failing()[0]).run(), 20)
+        await asyncio.wait_for(worker_on(broker, failing()[0], queue_type=queue_type).run(), 20)

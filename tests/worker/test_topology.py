@@ -98,7 +98,9 @@ def restricted(broker: Broker) -> Iterator[Broker]:
     broker.management("DELETE", f"/users/{name}")
 
 
-async def test_definitions_imported_and_a_restricted_user(broker: Broker, restricted: Broker) -> None:
+async def test_definitions_imported_and_a_restricted_user(
+    broker: Broker, restricted: Broker, queue_type: str
+) -> None:
     attempts: list[str] = []
 
     @listen("user.*", queue="users")
@@ -107,14 +109,14 @@ async def test_definitions_imported_and_a_restricted_user(broker: Broker, restri
         raise ValueError
 
     chosen = [fails, listeners()[1]]
-    found = topology("outbox", chosen, (0.1,))
+    found = topology("outbox", chosen, (0.1,), queue_type=queue_type)
     definitions = json.loads(as_definitions(found, broker.management.vhost))  # type: ignore[attr-defined]
     broker.management("POST", "/definitions", definitions)
     await broker.publish("user.created")
-    async with running(worker_on(restricted, *chosen, retry_delays=(0.1,), declare=False)):
+    async with running(worker_on(restricted, *chosen, retry_delays=(0.1,), declare=False, queue_type=queue_type)):
         await broker.dead("users")
     assert attempts == ["user.created"] * 2
-    async with running(worker_on(broker, *chosen, retry_delays=(0.1,))):
+    async with running(worker_on(broker, *chosen, retry_delays=(0.1,), queue_type=queue_type)):
         pass  # what was imported is what would be declared
 
 

@@ -173,7 +173,7 @@ async def test_arguments_by_name(broker: Broker, queue_type: str) -> None:
     }
 
 
-async def test_a_listener_that_acknowledges_itself(broker: Broker) -> None:
+async def test_a_listener_that_acknowledges_itself(broker: Broker, queue_type: str) -> None:
     seen: list[int] = []
 
     @listen("a", queue="q")
@@ -181,7 +181,7 @@ async def test_a_listener_that_acknowledges_itself(broker: Broker) -> None:
         await message.ack()
         seen.append(body)
 
-    async with running(worker_on(broker, handle)) as one:
+    async with running(worker_on(broker, handle, queue_type=queue_type)) as one:
         for number in range(3):
             await broker.publish("a", number)
         await eventually(lambda: len(seen) == 3, "all messages")
@@ -287,7 +287,7 @@ async def test_two_workers_share_a_queue(broker: Broker, queue_type: str) -> Non
     assert min(map(len, seen.values())) > 20
 
 
-async def test_a_ready_connection(broker: Broker) -> None:
+async def test_a_ready_connection(broker: Broker, queue_type: str) -> None:
     seen: list[int] = []
 
     @listen("a", queue="q", retry_delays=(0.05,))
@@ -298,7 +298,7 @@ async def test_a_ready_connection(broker: Broker) -> None:
 
     connection = await aio_pika.connect_robust(broker.url)
     async with connection:
-        async with running(Worker(connection=connection, listeners=[handle])) as one:
+        async with running(Worker(connection=connection, listeners=[handle], queue_type=queue_type)) as one:
             await broker.publish("a", 1)
             await eventually(lambda: len(seen) == 2, "a retry")
             one.worker.ready.clear()
@@ -309,13 +309,13 @@ async def test_a_ready_connection(broker: Broker) -> None:
         await eventually(lambda: not connection.is_closed, "the connection that was lent")
 
 
-async def test_unusual_names(broker: Broker) -> None:
+async def test_unusual_names(broker: Broker, queue_type: str) -> None:
     name, exchange = "a queue / of #1, @home + more", "my exchange"
 
     @listen("a", queue=name)
     async def handle(_body: Any) -> None:
         raise Reject
 
-    async with running(worker_on(broker, handle, exchange_name=exchange)):
+    async with running(worker_on(broker, handle, exchange_name=exchange, queue_type=queue_type)):
         await broker.publish("a", exchange=exchange)
         await broker.filled(name + ".dlq")
