@@ -191,6 +191,28 @@ async def test_w7_dead_letters_without_a_queue_for_them(broker: Broker, queue_ty
         await broker.filled("q.dlq")  # both are made again
 
 
+async def test_w7_a_queue_that_takes_no_dead_letters(broker: Broker, queue_type: str) -> None:
+    """It is full: the original is not acknowledged before the copy is taken."""
+    attempts: list[int] = []
+
+    @listen("a", queue="q")
+    async def handle(body: int) -> None:
+        attempts.append(body)
+        raise Reject
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        full = {"pattern": r"^q\.dlq$", "definition": {"max-length": 1, "overflow": "reject-publish"}}
+        broker.management("PUT", "/policies/{vhost}/full", full)
+        numbers = range(1, 5)
+        for number in numbers:  # a quorum queue takes a few more than its limit
+            await broker.publish("a", number)
+        await eventually(lambda: sorted(attempts) == list(numbers), "an attempt of each")
+        await asyncio.sleep(0.5)
+        assert 1 <= await broker.ready("q.dlq") < len(numbers)
+        found = await broker.dead("q", len(numbers))  # which makes room
+    assert sorted(json.loads(one["body"]) for one in found) == sorted(attempts) == list(numbers)
+
+
 async def test_w12_a_body_that_cannot_be_read(broker: Broker, queue_type: str) -> None:
     @listen("a", queue="q")
     async def handle(body: dict[str, int]) -> None:
@@ -219,6 +241,44 @@ async def test_w13_a_life_that_ends_in_the_meantime(broker: Broker, queue_type: 
     assert attempts == [1, 2], "the second delay would have ended after the message's life"
     assert dead["properties"]["headers"]["x-outbox-dead-reason"] == "expired"
     assert "expiration" not in dead["properties"], "a dead letter stays"
+
+
+async def test_w13_a_listener_uses_up_its_life(broker: Broker, queue_type: str) -> None:
+    """It counts from when the message came, not from when it failed."""
+    attempts: list[int] = []
+
+    @listen("a", queue="q", retry_delays=(0.5,))
+    async def handle(_body: Any, attempt_count: int) -> None:
+        attempts.append(attempt_count)
+        await asyncio.sleep(0.6)
+        raise ValueError
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        await broker.publish("a", expiration=1)
+        [dead] = await broker.dead("q")
+    assert attempts == [1]
+    assert dead["properties"]["headers"]["x-outbox-dead-reason"] == "expired"
+
+
+async def test_w13_expired_before_anybody_took_it(broker: Broker, start: StartProcess, queue_type: str) -> None:
+    """Then it is the broker that makes it a dead letter; it can be put back like others."""
+    seen: list[tuple[str, int]] = []
+
+    @listen("a.*", queue="q")
+    async def handle(_body: Any, routing_key: str, attempt_count: int) -> None:
+        seen.append((routing_key, attempt_count))
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        pass
+    identity = await broker.publish("a.b", expiration=0.05)
+    await broker.filled("q.dlq")
+    listed = start("dlq", "list", "q", OUTBOX_AMQP_URL=broker.url)
+    assert await listed.ended() == 0
+    name, _, *rest = listed.log.rstrip("\n").split("\t")
+    assert [name, *rest] == [identity, "a.b", "expired", ""]
+    assert await start("dlq", "requeue", "q", "--all", OUTBOX_AMQP_URL=broker.url).ended() == 0
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        await eventually(lambda: seen == [("a.b", 1)], "the message")
 
 
 async def test_w13_expired_when_it_comes_back(broker: Broker, queue_type: str) -> None:
@@ -462,6 +522,40 @@ async def test_what_runs_is_finished_and_what_came_late_goes_back(broker: Broker
         finish.set()
     assert (begun, done) == ([1], [1])
     assert await broker.ready("q") == 1
+
+
+async def test_what_comes_before_the_broker_has_heard_goes_back_at_once(broker: Broker, queue_type: str) -> None:
+    """To another worker, while this one still finishes what it began."""
+    proxy = Proxy(broker.url)
+    begun: list[int] = []
+    others: list[int] = []
+    finish = asyncio.Event()
+
+    async def handle(body: int) -> None:
+        begun.append(body)
+        await finish.wait()
+
+    async def other(body: int) -> None:
+        others.append(body)
+
+    ours = worker_on(Broker(broker.management, proxy.url), Listener("a", handle, "q"), queue_type=queue_type)
+    async with running(ours) as one:
+        await broker.publish("a", 1)
+        await eventually(lambda: begun, "a message")
+        proxy.stuck.set()
+        one.worker.stop()
+        await broker.publish("a", 2)
+        assert await broker.ready("q") == 0, "the broker has sent it"
+        proxy.stuck.clear()
+        await broker.filled("q")
+        await broker.publish("a", 3)
+        async with running(worker_on(broker, Listener("a", other, "q"), queue_type=queue_type)):
+            await eventually(lambda: sorted(others) == [2, 3], "both messages")
+            assert not one.task.done()
+        finish.set()
+    proxy.close()
+    assert begun == [1]
+    assert await broker.ready("q") == 0
 
 
 async def test_w15_channels_do_not_grow(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
