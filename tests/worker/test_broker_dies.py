@@ -34,6 +34,9 @@ class Own(Broker):
             self._channel = None
         return await super().publish(*args, **kwargs)
 
+    async def delete(self, queue: str) -> None:
+        await (await self._channel.get_queue(queue)).delete(if_unused=False, if_empty=False)
+
     async def publish_to_both(self, routing_key: str, body: object = None) -> None:
         for kind in KINDS:
             await self.publish(routing_key, body, exchange=kind)
@@ -51,9 +54,7 @@ async def both(
 ) -> AsyncIterator[list[Running]]:
     """A worker for each kind of queue, with an exchange of that name."""
     async with contextlib.AsyncExitStack() as stack:
-        workers = [
-            worker_on(broker, *listeners(kind), exchange_name=kind, queue_type=kind, **knobs) for kind in KINDS
-        ]
+        workers = [worker_on(broker, *listeners(kind), exchange_name=kind, queue_type=kind, **knobs) for kind in KINDS]
         yield [await stack.enter_async_context(running(one)) for one in workers]
 
 
@@ -82,6 +83,33 @@ async def test_restart_and_kill(pair: servers.Servers, monkeypatch: pytest.Monke
             await broker.publish_to_both("a", 10 + number)
             wanted = {number, 10 + number}
             await eventually(lambda wanted=wanted: all(wanted <= seen[kind] for kind in KINDS), "both messages", 60)  # type: ignore[misc]
+    await broker.close()
+
+
+async def test_w7_a_retry_whose_queue_is_gone_when_its_delay_ends(pair: servers.Servers) -> None:
+    """A quorum queue keeps it until it can hand it over. A classic one has nothing to keep it by."""
+    pair.rabbitmq.ctl("eval", "application:set_env(rabbit, dead_letter_worker_publisher_confirm_timeout, 500).")
+    broker = Own(pair)
+    attempts: dict[str, list[int]] = defaultdict(list)
+
+    def listeners(kind: str) -> list[Listener]:
+        @listen("a", queue=f"{kind}.gone", retry_delays=(0.8,))
+        async def handle(_body: Any, attempt_count: int) -> None:
+            attempts[kind].append(attempt_count)
+            if attempt_count == 1:
+                raise ValueError
+
+        return [handle]
+
+    async with both(broker, listeners):
+        await broker.publish_to_both("a")
+        await eventually(lambda: all(attempts[kind] == [1] for kind in KINDS), "an attempt")
+    for kind in KINDS:
+        await broker.delete(f"{kind}.gone")
+    await asyncio.sleep(1.2)
+    async with both(broker, listeners):
+        await eventually(lambda: attempts["quorum"] == [1, 2], "the retry")
+    assert attempts["classic"] == [1]
     await broker.close()
 
 

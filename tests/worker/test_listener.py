@@ -249,7 +249,7 @@ def test_unreadable_and_no_word_of_the_body_is_repeated(annotation: Any, given: 
 
 @pytest.mark.parametrize("annotation", [Any, bytes, Model, Struct, Order, dict[str, list[int]], int | None])
 def test_w12_whatever_comes_is_read_or_unreadable(annotation: Any) -> None:
-    """Bodies with bytes changed, lost or doubled: nothing else is raised, which would be taken for the listener's fault."""
+    """Bodies with bytes changed, lost or doubled: nothing else is raised, which would end the worker."""
     chance, read, found = random.Random(12), decoder(annotation), 0  # noqa: S311 - the same bodies each time
     bodies = [body.encode(order(parent=order()))[0], b'{"id": 7}', b'{"a": [1, 2]}', b"7", b"null"]
     for number in range(1000):

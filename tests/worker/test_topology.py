@@ -101,7 +101,10 @@ async def test_declared_on_the_broker(broker: Broker, queue_type: str) -> None:
     assert {name: one["arguments"] for name, one in queues.items()} == {
         "users": {"x-queue-type": queue_type, **safe, **last, **limit},
         "users.dlq": {"x-queue-type": queue_type},
-        **{name: {"x-queue-type": queue_type, "x-dead-letter-exchange": "", **safe, **ttl} for name, ttl in delays.items()},
+        **{
+            name: {"x-queue-type": queue_type, "x-dead-letter-exchange": "", **safe, **ttl}
+            for name, ttl in delays.items()
+        },
     }
     assert {one["type"] for one in queues.values()} == {queue_type}
     assert all(made["durable"] for name, made in (exchanges | queues).items() if name)
@@ -125,9 +128,7 @@ def restricted(broker: Broker) -> Iterator[Broker]:
     broker.management("DELETE", f"/users/{name}")
 
 
-async def test_definitions_imported_and_a_restricted_user(
-    broker: Broker, restricted: Broker, queue_type: str
-) -> None:
+async def test_definitions_imported_and_a_restricted_user(broker: Broker, restricted: Broker, queue_type: str) -> None:
     attempts: list[str] = []
 
     @listen("user.*", queue="users")

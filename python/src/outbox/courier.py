@@ -224,7 +224,7 @@ class Courier:
 
 
 def copied(message: DeliveredMessage, user: str | None, came: float, more: Mapping[str, Any]) -> Basic.Properties:
-    """All properties of a message for its copy: persistent, with more headers; its expiration counts from when it came."""
+    """All properties of a message for its copy: persistent, with more headers; its expiration counts from came on."""
     given = message.header.properties
     headers = {
         name: bytearray(value) if isinstance(value, bytes) else value

@@ -355,9 +355,7 @@ class AmqpSource:
         if isinstance(outcome, Failed):
             # What is not the listener's doing is tried again after the first delay, as the same attempt.
             delay = next_delay(attempt if outcome.counts else 1, delays)
-            properties = copied(
-                delivery.message, self._user, delivery.came, {ATTEMPT_HEADER: attempt + outcome.counts}
-            )
+            properties = copied(delivery.message, self._user, delivery.came, {ATTEMPT_HEADER: attempt + outcome.counts})
             expires_at = (properties.headers or {}).get(EXPIRES_HEADER)
             if delay is None:
                 outcome = Dead("max_attempts", outcome.kind, outcome.text)
