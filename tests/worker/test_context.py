@@ -60,7 +60,7 @@ async def test_without_a_chain_the_message_begins_one(broker: Broker, header: An
     assert seen == [(identity,)]
 
 
-async def test_the_trace_is_restored(broker: Broker, dsn: str, db: Db) -> None:
+async def test_the_trace_is_restored(broker: Broker, dsn: str, db: Db, queue_type: str) -> None:
     seen: list[str] = []
 
     @listen("a", queue="q", once=True)
@@ -69,7 +69,9 @@ async def test_the_trace_is_restored(broker: Broker, dsn: str, db: Db) -> None:
         await emit(tx, "next", {})
 
     assert propagate is not None
-    async with running(worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn))):
+    async with running(
+        worker_on(broker, handle, connect=lambda: psycopg.AsyncConnection.connect(dsn), queue_type=queue_type)
+    ):
         await broker.publish("a", headers={"traceparent": TRACE})
         await eventually(lambda: seen, "a message")
     assert seen == [TRACE.split("-")[1]]
@@ -97,17 +99,21 @@ def in_thread(body: str):
         emit(connection, f"thread.{body}", {})
 
 worker = Worker(
-    os.environ["OUTBOX_AMQP_URL"], listeners=[handle, in_thread], connect=lambda: psycopg.AsyncConnection.connect(DSN)
+    os.environ["OUTBOX_AMQP_URL"],
+    listeners=[handle, in_thread],
+    connect=lambda: psycopg.AsyncConnection.connect(DSN),
+    queue_type=os.environ["QUEUE_TYPE"],
 )
 """
 
 
-async def test_the_trace_of_sentry_is_restored(
-    broker: Broker, dsn: str, db: Db, start: StartProcess, tmp_path: Path
+async def test_the_trace_of_sentry_is_restored(  # noqa: PLR0917 - fixtures
+    broker: Broker, dsn: str, db: Db, start: StartProcess, tmp_path: Path, queue_type: str
 ) -> None:
     """In a process of its own: Sentry belongs to a whole one."""
     (tmp_path / "app.py").write_text(SENTRY)
-    await start("worker", "app:worker", OUTBOX_DSN=dsn, OUTBOX_AMQP_URL=broker.url).await_log("worker ready")
+    environment = {"OUTBOX_DSN": dsn, "OUTBOX_AMQP_URL": broker.url, "QUEUE_TYPE": queue_type}
+    await start("worker", "app:worker", **environment).await_log("worker ready")
     traces = {"one": uuid4().hex, "two": uuid4().hex}
     for name, trace_id in traces.items():
         headers = {"sentry-trace": f"{trace_id}-{'b' * 16}-1", "baggage": f"sentry-trace_id={trace_id},tenant=north"}
@@ -123,10 +129,11 @@ async def test_the_trace_of_sentry_is_restored(
         assert found[f"{place}.none"][0] not in traces.values()
 
 
-async def test_metrics(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics(broker: Broker, monkeypatch: pytest.MonkeyPatch, queue_type: str) -> None:
     monkeypatch.setattr("outbox.source_amqp.CHECK_EVERY", 0.05)
+    queue = f"metrics.{queue_type}"  # one registry for the whole process
 
-    @listen("a", queue="metrics", retry_delays=(0.05,))
+    @listen("a", queue=queue, retry_delays=(0.05,))
     async def handle(body: int, attempt_count: int) -> None:
         if body == 1 and attempt_count == 1:
             raise ValueError
@@ -134,10 +141,10 @@ async def test_metrics(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Reject
 
     def value(name: str, **labels: str) -> float | None:
-        return prometheus_client.REGISTRY.get_sample_value(name, {"queue": "metrics", **labels})
+        return prometheus_client.REGISTRY.get_sample_value(name, {"queue": queue, **labels})
 
     exchange = {"exchange_name": "measured"}
-    async with running(worker_on(broker, handle, exchange_name="measured")):
+    async with running(worker_on(broker, handle, exchange_name="measured", queue_type=queue_type)):
         assert value("outbox_active_consumers", **exchange) == 1
         for number in range(3):
             await broker.publish("a", number, exchange="measured")
@@ -183,14 +190,16 @@ async def test_no_library_logs_a_body(broker: Broker, caplog: pytest.LogCaptureF
     assert "canary" not in caplog.text
 
 
-async def test_the_log_has_constant_messages_and_fields(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_has_constant_messages_and_fields(
+    broker: Broker, caplog: pytest.LogCaptureFixture, queue_type: str
+) -> None:
     caplog.set_level(logging.INFO, "outbox")
 
     @listen("a.*", queue="q", retry_delays=(0.05,))
     async def handle(_body: Any) -> None:
         raise ValueError("secret")
 
-    async with running(worker_on(broker, handle)):
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
         identity = await broker.publish("a.b", 1)
         await broker.dead("q")
     found = {record.message: vars(record) for record in caplog.records if record.name.startswith("outbox")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import aio_pika
 import pytest
 from worker.conftest import Broker, StartProcess, eventually, running, worker_on
 
@@ -55,6 +56,30 @@ async def test_requeue(broker: Broker, start: StartProcess, ids: list[str], queu
         await eventually(lambda: len(seen) == 3, "the others")
     assert sorted(seen) == [(number, "a.b", 1) for number in range(3)]
     assert await broker.ready("q.dlq") == 0
+
+
+@pytest.mark.usefixtures("ids")
+async def test_moved_back_by_other_means(broker: Broker, queue_type: str) -> None:
+    """As RabbitMQ's shovel does, which knows nothing of a worker's headers: it goes on with the attempt it had."""
+    seen: list[tuple[int, str, int]] = []
+
+    async def handle(body: int, routing_key: str, attempt_count: int) -> None:
+        seen.append((body, routing_key, attempt_count))
+        if body == 2:
+            raise ValueError
+
+    async with await aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        dead = await channel.get_queue("q.dlq")
+        for _ in range(3):
+            message = await dead.get()
+            await channel.default_exchange.publish(message, "q")
+            await message.ack()
+    worker = worker_on(broker, Listener("a.*", handle, "q"), retry_delays=(0.05,), queue_type=queue_type)
+    async with running(worker):
+        [again] = await broker.dead("q")
+    assert sorted(seen) == [(0, "a.b", 1), (1, "a.b", 1), (2, "a.b", 1), (2, "a.b", 2)]
+    assert again["properties"]["headers"]["x-outbox-dead-reason"] == "max_attempts"
 
 
 @pytest.mark.usefixtures("ids")

@@ -47,11 +47,11 @@ async def test_w2_retry_that_no_queue_takes(broker: Broker, queue_type: str, cap
     ]
 
 
-async def test_w2_retry_that_no_queue_takes_and_none_may_be_made(broker: Broker) -> None:
+async def test_w2_retry_that_no_queue_takes_and_none_may_be_made(broker: Broker, queue_type: str) -> None:
     listener, attempts = failing()
-    async with running(worker_on(broker, listener)):
+    async with running(worker_on(broker, listener, queue_type=queue_type)):
         pass
-    worker = worker_on(broker, listener, declare=False, shutdown=0.5)
+    worker = worker_on(broker, listener, declare=False, shutdown=0.5, queue_type=queue_type)
     async with running(worker):
         broker.management("DELETE", "/queues/{vhost}/outbox.delay_100ms")
         await broker.publish("a")
@@ -115,7 +115,7 @@ async def test_w4_a_copy_keeps_all_properties(broker: Broker, queue_type: str) -
     assert dead["properties"]["delivery_mode"] == 2
 
 
-async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any) -> None:
+async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any, queue_type: str) -> None:
     """As a property of the copy it would close the channel; so it goes into a header."""
     management("PUT", "/users/producer", {"password": "p", "tags": "impersonator"})
     management("PUT", "/permissions/{vhost}/producer", {"configure": ".*", "write": ".*", "read": ".*"})
@@ -130,7 +130,7 @@ async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any) ->
             raise ValueError
 
     try:
-        async with running(worker_on(broker, handle)):
+        async with running(worker_on(broker, handle, queue_type=queue_type)):
             await producer.publish("a", user_id="producer")
             await eventually(lambda: seen == [("producer", None), (None, "producer")], "a retry")
     finally:
@@ -191,6 +191,28 @@ async def test_w7_dead_letters_without_a_queue_for_them(broker: Broker, queue_ty
         await broker.filled("q.dlq")  # both are made again
 
 
+async def test_w7_a_queue_that_takes_no_dead_letters(broker: Broker, queue_type: str) -> None:
+    """It is full: the original is not acknowledged before the copy is taken."""
+    attempts: list[int] = []
+
+    @listen("a", queue="q")
+    async def handle(body: int) -> None:
+        attempts.append(body)
+        raise Reject
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        full = {"pattern": r"^q\.dlq$", "definition": {"max-length": 1, "overflow": "reject-publish"}}
+        broker.management("PUT", "/policies/{vhost}/full", full)
+        numbers = range(1, 5)
+        for number in numbers:  # a quorum queue takes a few more than its limit
+            await broker.publish("a", number)
+        await eventually(lambda: sorted(attempts) == list(numbers), "an attempt of each")
+        await asyncio.sleep(0.5)
+        assert 1 <= await broker.ready("q.dlq") < len(numbers)
+        found = await broker.dead("q", len(numbers))  # which makes room
+    assert sorted(json.loads(one["body"]) for one in found) == sorted(attempts) == list(numbers)
+
+
 async def test_w12_a_body_that_cannot_be_read(broker: Broker, queue_type: str) -> None:
     @listen("a", queue="q")
     async def handle(body: dict[str, int]) -> None:
@@ -219,6 +241,44 @@ async def test_w13_a_life_that_ends_in_the_meantime(broker: Broker, queue_type: 
     assert attempts == [1, 2], "the second delay would have ended after the message's life"
     assert dead["properties"]["headers"]["x-outbox-dead-reason"] == "expired"
     assert "expiration" not in dead["properties"], "a dead letter stays"
+
+
+async def test_w13_a_listener_uses_up_its_life(broker: Broker, queue_type: str) -> None:
+    """It counts from when the message came, not from when it failed."""
+    attempts: list[int] = []
+
+    @listen("a", queue="q", retry_delays=(0.5,))
+    async def handle(_body: Any, attempt_count: int) -> None:
+        attempts.append(attempt_count)
+        await asyncio.sleep(0.6)
+        raise ValueError
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        await broker.publish("a", expiration=1)
+        [dead] = await broker.dead("q")
+    assert attempts == [1]
+    assert dead["properties"]["headers"]["x-outbox-dead-reason"] == "expired"
+
+
+async def test_w13_expired_before_anybody_took_it(broker: Broker, start: StartProcess, queue_type: str) -> None:
+    """Then it is the broker that makes it a dead letter; it can be put back like others."""
+    seen: list[tuple[str, int]] = []
+
+    @listen("a.*", queue="q")
+    async def handle(_body: Any, routing_key: str, attempt_count: int) -> None:
+        seen.append((routing_key, attempt_count))
+
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        pass
+    identity = await broker.publish("a.b", expiration=0.05)
+    await broker.filled("q.dlq")
+    listed = start("dlq", "list", "q", OUTBOX_AMQP_URL=broker.url)
+    assert await listed.ended() == 0
+    name, _, *rest = listed.log.rstrip("\n").split("\t")
+    assert [name, *rest] == [identity, "a.b", "expired", ""]
+    assert await start("dlq", "requeue", "q", "--all", OUTBOX_AMQP_URL=broker.url).ended() == 0
+    async with running(worker_on(broker, handle, queue_type=queue_type)):
+        await eventually(lambda: seen == [("a.b", 1)], "the message")
 
 
 async def test_w13_expired_when_it_comes_back(broker: Broker, queue_type: str) -> None:
@@ -351,11 +411,11 @@ async def test_w11_deleted_queue_is_made_again(broker: Broker, queue_type: str) 
         await eventually(lambda: seen, "a message")
 
 
-async def test_w11_deleted_queue_that_may_not_be_made_again(broker: Broker) -> None:
+async def test_w11_deleted_queue_that_may_not_be_made_again(broker: Broker, queue_type: str) -> None:
     listener, _ = failing()
-    async with running(worker_on(broker, listener)):
+    async with running(worker_on(broker, listener, queue_type=queue_type)):
         pass
-    async with running(worker_on(broker, listener, declare=False)) as one:
+    async with running(worker_on(broker, listener, declare=False, queue_type=queue_type)) as one:
         broker.management("DELETE", "/queues/{vhost}/q")
         with pytest.raises(ConfigurationError, match="the broker lacks queue 'q': `outbox topology` writes down"):
             await asyncio.wait_for(one.task, 20)
@@ -380,16 +440,17 @@ async def test_a_channel_that_is_closed(broker: Broker, queue_type: str) -> None
 
 
 async def test_w14_the_end_does_not_wait_for_what_never_ends(
-    broker: Broker, start: StartProcess, tmp_path: Path
+    broker: Broker, start: StartProcess, tmp_path: Path, queue_type: str
 ) -> None:
     (tmp_path / "app.py").write_text(
         "import os, time\nfrom outbox import Worker, listen\n"
         "@listen('a', queue='thread')\ndef wedged(_body):\n    print('begun', flush=True)\n    time.sleep(600)\n"
         "@listen('a', queue='task')\nasync def stubborn(_body):\n    import asyncio\n"
         "    print('waiting', flush=True)\n    await asyncio.sleep(600)\n"
-        "worker = Worker(os.environ['OUTBOX_AMQP_URL'], listeners=[wedged, stubborn], shutdown=0.5)\n"
+        "worker = Worker(os.environ['OUTBOX_AMQP_URL'], listeners=[wedged, stubborn], shutdown=0.5,\n"
+        "    queue_type=os.environ['QUEUE_TYPE'])\n"
     )
-    one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+    one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url, QUEUE_TYPE=queue_type)
     await one.await_log("worker ready")
     await broker.publish("a", 1)
     await one.await_log("begun")
@@ -412,29 +473,31 @@ async def handle(body: int):
     while not pathlib.Path(f"go on {body}").exists():
         await asyncio.sleep(0.01)
 
-worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle])
+worker = Worker(os.environ["OUTBOX_AMQP_URL"], listeners=[handle], queue_type=os.environ["QUEUE_TYPE"])
 """
 
 
 async def test_the_first_signal_lets_it_finish_the_second_does_not(
-    broker: Broker, start: StartProcess, tmp_path: Path
+    broker: Broker, start: StartProcess, tmp_path: Path, queue_type: str
 ) -> None:
     (tmp_path / "app.py").write_text(PATIENT)
-    for number, first in enumerate((signal.SIGINT, signal.SIGTERM)):
-        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url)
+    # Either signal may come first; that has nothing to do with the queue, so each kind has one way round.
+    both = [signal.SIGINT, signal.SIGTERM] if queue_type == "quorum" else [signal.SIGTERM, signal.SIGINT]
+    for number, first in enumerate(both):
+        one = start("worker", "app:worker", OUTBOX_AMQP_URL=broker.url, QUEUE_TYPE=queue_type)
         await one.await_log("worker ready")
         await broker.publish("a", number)
         await one.await_log(f"begun {number}")
         one.process.send_signal(first)
         await one.await_log("stopping")
-        if first == signal.SIGINT:
+        if first == both[0]:
             assert one.process.poll() is None
             (tmp_path / f"go on {number}").touch()
             assert await one.ended() == 0
             assert await broker.ready("q") == 0
         else:
             one.process.send_signal(first)
-            assert await one.ended() == 128 + signal.SIGTERM
+            assert await one.ended() == 128 + first
             await broker.filled("q")
 
 
@@ -459,6 +522,40 @@ async def test_what_runs_is_finished_and_what_came_late_goes_back(broker: Broker
         finish.set()
     assert (begun, done) == ([1], [1])
     assert await broker.ready("q") == 1
+
+
+async def test_what_comes_before_the_broker_has_heard_goes_back_at_once(broker: Broker, queue_type: str) -> None:
+    """To another worker, while this one still finishes what it began."""
+    proxy = Proxy(broker.url)
+    begun: list[int] = []
+    others: list[int] = []
+    finish = asyncio.Event()
+
+    async def handle(body: int) -> None:
+        begun.append(body)
+        await finish.wait()
+
+    async def other(body: int) -> None:
+        others.append(body)
+
+    ours = worker_on(Broker(broker.management, proxy.url), Listener("a", handle, "q"), queue_type=queue_type)
+    async with running(ours) as one:
+        await broker.publish("a", 1)
+        await eventually(lambda: begun, "a message")
+        proxy.stuck.set()
+        one.worker.stop()
+        await broker.publish("a", 2)
+        assert await broker.ready("q") == 0, "the broker has sent it"
+        proxy.stuck.clear()
+        await broker.filled("q")
+        await broker.publish("a", 3)
+        async with running(worker_on(broker, Listener("a", other, "q"), queue_type=queue_type)):
+            await eventually(lambda: sorted(others) == [2, 3], "both messages")
+            assert not one.task.done()
+        finish.set()
+    proxy.close()
+    assert begun == [1]
+    assert await broker.ready("q") == 0
 
 
 async def test_w15_channels_do_not_grow(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +594,8 @@ async def test_a_login_that_is_refused(broker: Broker, caplog: pytest.LogCapture
     assert "canary" not in f"{raised.value} {caplog.text} {source._settings}"  # noqa: SLF001 - as above
 
 
-async def test_a_queue_that_is_there_and_differs(broker: Broker) -> None:
-    broker.management("PUT", "/queues/{vhost}/q", {"durable": True, "arguments": {"x-queue-type": "classic"}})
+async def test_a_queue_that_is_there_and_differs(broker: Broker, queue_type: str) -> None:
+    other = "quorum" if queue_type == "classic" else "classic"
+    broker.management("PUT", "/queues/{vhost}/q", {"durable": True, "arguments": {"x-queue-type": other}})
     with pytest.raises(ConfigurationError, match=r"queue 'q' differs from what is needed.*delete it, or use another"):
-        await asyncio.wait_for(worker_on(broker, failing()[0]).run(), 20)
+        await asyncio.wait_for(worker_on(broker, failing()[0], queue_type=queue_type).run(), 20)

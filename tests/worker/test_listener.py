@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -244,6 +245,25 @@ def test_unreadable_and_no_word_of_the_body_is_repeated(annotation: Any, given: 
     with pytest.raises(UnreadableError, match=words) as raised:
         decoder(annotation)(given)
     assert SECRET.decode() not in str(raised.value)
+
+
+@pytest.mark.parametrize("annotation", [Any, bytes, Model, Struct, Order, dict[str, list[int]], int | None])
+def test_w12_whatever_comes_is_read_or_unreadable(annotation: Any) -> None:
+    """Bodies with bytes changed, lost or doubled: nothing else is raised, which would end the worker."""
+    chance, read, found = random.Random(12), decoder(annotation), 0  # noqa: S311 - the same bodies each time
+    bodies = [body.encode(order(parent=order()))[0], b'{"id": 7}', b'{"a": [1, 2]}', b"7", b"null"]
+    for number in range(1000):
+        given = bytearray(bodies[number % len(bodies)])
+        for _ in range(chance.randint(0, 3)):
+            at = chance.randrange(len(given))
+            given[at : at + 1] = chance.choice([b"", bytes([chance.randrange(256)]), given[at : at + 1] * 2, b"1e999"])
+            given = given or bytearray(b" ")
+        try:
+            read(bytes(given))
+            found += 1
+        except UnreadableError:
+            pass
+    assert found
 
 
 def test_refused_by_the_class_itself() -> None:

@@ -86,6 +86,36 @@ def test_names_of_delays(seconds: float, text: str) -> None:
     assert delay_name("outbox", seconds) == f"outbox.delay_{text}"
 
 
+async def test_declared_on_the_broker(broker: Broker, queue_type: str) -> None:
+    """All that a worker needs and nothing else, with the delays it has unless told otherwise."""
+    async with running(worker_on(broker, Listener("user.*", handle, "users"), queue_type=queue_type)):
+        pass
+    delays = {f"outbox.delay_{seconds}s": {"x-message-ttl": seconds * 1000} for seconds in (1, 10, 60, 300)}
+    exchanges = {one["name"]: one for one in broker.management("GET", "/exchanges/{vhost}")}
+    kinds = {name: one["type"] for name, one in exchanges.items() if name and not name.startswith("amq.")}
+    assert kinds == {"outbox": "topic", "outbox.dlx": "direct", **dict.fromkeys(delays, "fanout")}
+    queues = {one["name"]: one for one in broker.management("GET", "/queues/{vhost}")}
+    safe = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"} if queue_type == "quorum" else {}
+    limit = {"x-delivery-limit": 20} if queue_type == "quorum" else {}
+    last = {"x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "users"}
+    assert {name: one["arguments"] for name, one in queues.items()} == {
+        "users": {"x-queue-type": queue_type, **safe, **last, **limit},
+        "users.dlq": {"x-queue-type": queue_type},
+        **{
+            name: {"x-queue-type": queue_type, "x-dead-letter-exchange": "", **safe, **ttl}
+            for name, ttl in delays.items()
+        },
+    }
+    assert {one["type"] for one in queues.values()} == {queue_type}
+    assert all(made["durable"] for name, made in (exchanges | queues).items() if name)
+    bindings = broker.management("GET", "/bindings/{vhost}")
+    assert {(one["source"], one["destination"], one["routing_key"]) for one in bindings if one["source"]} == {
+        ("outbox", "users", "user.*"),
+        ("outbox.dlx", "users.dlq", "users"),
+        *((name, name, "") for name in delays),
+    }
+
+
 @pytest.fixture
 def restricted(broker: Broker) -> Iterator[Broker]:
     """A user who may configure nothing, and has the rights that the topology lists."""
@@ -98,7 +128,7 @@ def restricted(broker: Broker) -> Iterator[Broker]:
     broker.management("DELETE", f"/users/{name}")
 
 
-async def test_definitions_imported_and_a_restricted_user(broker: Broker, restricted: Broker) -> None:
+async def test_definitions_imported_and_a_restricted_user(broker: Broker, restricted: Broker, queue_type: str) -> None:
     attempts: list[str] = []
 
     @listen("user.*", queue="users")
@@ -107,14 +137,14 @@ async def test_definitions_imported_and_a_restricted_user(broker: Broker, restri
         raise ValueError
 
     chosen = [fails, listeners()[1]]
-    found = topology("outbox", chosen, (0.1,))
+    found = topology("outbox", chosen, (0.1,), queue_type=queue_type)
     definitions = json.loads(as_definitions(found, broker.management.vhost))  # type: ignore[attr-defined]
     broker.management("POST", "/definitions", definitions)
     await broker.publish("user.created")
-    async with running(worker_on(restricted, *chosen, retry_delays=(0.1,), declare=False)):
+    async with running(worker_on(restricted, *chosen, retry_delays=(0.1,), declare=False, queue_type=queue_type)):
         await broker.dead("users")
     assert attempts == ["user.created"] * 2
-    async with running(worker_on(broker, *chosen, retry_delays=(0.1,))):
+    async with running(worker_on(broker, *chosen, retry_delays=(0.1,), queue_type=queue_type)):
         pass  # what was imported is what would be declared
 
 

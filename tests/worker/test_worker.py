@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import aio_pika
+import pydantic
 import pytest
 from worker.conftest import Broker, eventually, running, worker_on
 
@@ -173,7 +175,45 @@ async def test_arguments_by_name(broker: Broker, queue_type: str) -> None:
     }
 
 
-async def test_a_listener_that_acknowledges_itself(broker: Broker) -> None:
+class User(pydantic.BaseModel):
+    id: int
+
+
+async def test_bodies_by_annotation(broker: Broker, queue_type: str) -> None:
+    seen: dict[str, list[Any]] = {"model": [], "none": [], "bytes": []}
+
+    @listen("user.*", queue="model")
+    async def model(user: User) -> None:
+        seen["model"].append(user)
+
+    @listen("#", queue="none")
+    async def none(body) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001 - that is the point
+        seen["none"].append(body)
+
+    @listen("#", queue="bytes")
+    async def raw(body: bytes) -> None:
+        seen["bytes"].append(body)
+
+    async with running(worker_on(broker, model, none, raw, prefetch_count=1, queue_type=queue_type)):
+        await broker.publish("user.created", b'{"id": 7}')
+        await broker.publish("image", b"\xff\xd8")
+        await eventually(lambda: [len(one) for one in seen.values()] == [1, 2, 2], "all messages")
+    assert seen == {"model": [User(id=7)], "none": [{"id": 7}, b"\xff\xd8"], "bytes": [b'{"id": 7}', b"\xff\xd8"]}
+
+
+async def unnamed(_body: Any, queue_name: str) -> None:
+    raise Reject(queue_name)
+
+
+async def test_a_queue_without_a_name_is_called_by_its_function(broker: Broker, queue_type: str) -> None:
+    name = f"{__name__}.unnamed"
+    async with running(worker_on(broker, listen("a")(unnamed), queue_type=queue_type)):
+        await broker.publish("a")
+        [dead] = await broker.dead(name)
+    assert dead["properties"]["headers"]["x-outbox-error"] == name
+
+
+async def test_a_listener_that_acknowledges_itself(broker: Broker, queue_type: str) -> None:
     seen: list[int] = []
 
     @listen("a", queue="q")
@@ -181,7 +221,7 @@ async def test_a_listener_that_acknowledges_itself(broker: Broker) -> None:
         await message.ack()
         seen.append(body)
 
-    async with running(worker_on(broker, handle)) as one:
+    async with running(worker_on(broker, handle, queue_type=queue_type)) as one:
         for number in range(3):
             await broker.publish("a", number)
         await eventually(lambda: len(seen) == 3, "all messages")
@@ -206,22 +246,38 @@ async def test_sync_listeners_run_side_by_side_in_threads(broker: Broker, queue_
 
 
 async def test_no_more_than_prefetch_count_at_once(broker: Broker, queue_type: str) -> None:
-    now, most, done = 0, 0, 0
+    """Each listener, async or not; also at the start, with messages waiting."""
+    now, most, done = Counter[str](), Counter[str](), Counter[str]()
+    lock = threading.Lock()
 
-    @listen("a", queue="q")
-    async def handle(_body: Any) -> None:
-        nonlocal now, most, done
-        now += 1
-        most = max(most, now)
+    def count(name: str, step: int) -> None:
+        with lock:
+            now[name] += step
+            most[name] = max(most[name], now[name])
+            most["all"] = max(most["all"], sum(now.values()))
+            done[name] += step < 0
+
+    @listen("a", queue="task")
+    async def task(_body: Any) -> None:
+        count("task", 1)
         await asyncio.sleep(0.02)
-        now -= 1
-        done += 1
+        count("task", -1)
 
-    async with running(worker_on(broker, handle, prefetch_count=4, queue_type=queue_type)):
-        for number in range(30):
-            await broker.publish("a", number)
-        await eventually(lambda: done == 30, "all messages")
-    assert 2 <= most <= 5  # the one that was asked for at the start comes on top
+    @listen("a", queue="thread")
+    def thread(_body: Any) -> None:
+        count("thread", 1)
+        time.sleep(0.02)
+        count("thread", -1)
+
+    worker = worker_on(broker, task, thread, prefetch_count=4, queue_type=queue_type)
+    async with running(worker):
+        pass
+    for number in range(30):
+        await broker.publish("a", number)
+    async with running(worker_on(broker, task, thread, prefetch_count=4, queue_type=queue_type)):
+        await eventually(lambda: done == {"task": 30, "thread": 30}, "all messages")
+    assert (most["task"], most["thread"]) == (4, 4)
+    assert most["all"] > 4, "one does not wait for the other"
 
 
 async def test_a_limit_of_time(broker: Broker, queue_type: str) -> None:
@@ -287,7 +343,7 @@ async def test_two_workers_share_a_queue(broker: Broker, queue_type: str) -> Non
     assert min(map(len, seen.values())) > 20
 
 
-async def test_a_ready_connection(broker: Broker) -> None:
+async def test_a_ready_connection(broker: Broker, queue_type: str) -> None:
     seen: list[int] = []
 
     @listen("a", queue="q", retry_delays=(0.05,))
@@ -298,7 +354,7 @@ async def test_a_ready_connection(broker: Broker) -> None:
 
     connection = await aio_pika.connect_robust(broker.url)
     async with connection:
-        async with running(Worker(connection=connection, listeners=[handle])) as one:
+        async with running(Worker(connection=connection, listeners=[handle], queue_type=queue_type)) as one:
             await broker.publish("a", 1)
             await eventually(lambda: len(seen) == 2, "a retry")
             one.worker.ready.clear()
@@ -309,13 +365,13 @@ async def test_a_ready_connection(broker: Broker) -> None:
         await eventually(lambda: not connection.is_closed, "the connection that was lent")
 
 
-async def test_unusual_names(broker: Broker) -> None:
+async def test_unusual_names(broker: Broker, queue_type: str) -> None:
     name, exchange = "a queue / of #1, @home + more", "my exchange"
 
     @listen("a", queue=name)
     async def handle(_body: Any) -> None:
         raise Reject
 
-    async with running(worker_on(broker, handle, exchange_name=exchange)):
+    async with running(worker_on(broker, handle, exchange_name=exchange, queue_type=queue_type)):
         await broker.publish("a", exchange=exchange)
         await broker.filled(name + ".dlq")

@@ -10,7 +10,6 @@ import contextlib
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from time import time
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -224,8 +223,8 @@ class Courier:
                     await self._connection.close()
 
 
-def copied(message: DeliveredMessage, user: str | None, more: Mapping[str, Any]) -> Basic.Properties:
-    """All properties of a message for its copy: persistent, without expiration, with more headers."""
+def copied(message: DeliveredMessage, user: str | None, came: float, more: Mapping[str, Any]) -> Basic.Properties:
+    """All properties of a message for its copy: persistent, with more headers; its expiration counts from came on."""
     given = message.header.properties
     headers = {
         name: bytearray(value) if isinstance(value, bytes) else value
@@ -250,6 +249,6 @@ def copied(message: DeliveredMessage, user: str | None, more: Mapping[str, Any])
     elif given.user_id is not None:
         headers.setdefault(USER_HEADER, given.user_id)  # as the property it would have to be ours
     if given.expiration is not None and EXPIRES_HEADER not in headers and given.expiration.isdigit():
-        headers[EXPIRES_HEADER] = round(time() * 1000) + int(given.expiration)
+        headers[EXPIRES_HEADER] = round(came * 1000) + int(given.expiration)
     found.headers = headers | dict(more)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from time import time
 from typing import Any
 
 from aiormq.abc import DeliveredMessage
@@ -107,7 +108,7 @@ class DeadLetters:
             async for letter in self.each():
                 if not chosen(letter):
                     continue
-                properties = copied(letter.message, None, {ROUTING_KEY_HEADER: letter.routing_key})
+                properties = copied(letter.message, None, time(), {ROUTING_KEY_HEADER: letter.routing_key})
                 given = properties.headers or {}
                 properties.headers = {name: value for name, value in given.items() if not name.startswith(OBITUARY)}
                 await courier.publish("", self._queue, properties, letter.message.body)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Any
@@ -64,6 +64,7 @@ class Delivery:
     message: DeliveredMessage
     channel: Any
     raw: IncomingMessage | None = None
+    came: float = field(default_factory=time)
 
     def as_aio_pika(self) -> IncomingMessage:
         self.raw = self.raw or IncomingMessage(self.message)
@@ -149,6 +150,8 @@ class AmqpSource:
         self._stopping, self._lost = asyncio.Event(), asyncio.Event()
         self._running: dict[asyncio.Task[None], Delivery] = {}
         self._gate = Gate()
+        # The broker counts what is in hand for each consumer: not what was asked for before, or came by a lost session.
+        self._places = {one.queue: asyncio.Semaphore(settings.prefetch_count) for one in listeners}
         self._started = False
         self._trouble: str | None = None
         self._error: BaseException | None = None
@@ -309,7 +312,7 @@ class AmqpSource:
     async def _deliver(self, delivery: Delivery) -> None:
         queue = delivery.listener.queue
         self._metrics.received(queue)
-        async with self._gate.alone() if delivery.returned >= SUSPECT else self._gate:
+        async with self._places[queue], self._gate.alone() if delivery.returned >= SUSPECT else self._gate:
             if self._stopping.is_set():
                 with contextlib.suppress(BrokerUnavailableError):
                     async with unavailable():
@@ -352,7 +355,7 @@ class AmqpSource:
         if isinstance(outcome, Failed):
             # What is not the listener's doing is tried again after the first delay, as the same attempt.
             delay = next_delay(attempt if outcome.counts else 1, delays)
-            properties = copied(delivery.message, self._user, {ATTEMPT_HEADER: attempt + outcome.counts})
+            properties = copied(delivery.message, self._user, delivery.came, {ATTEMPT_HEADER: attempt + outcome.counts})
             expires_at = (properties.headers or {}).get(EXPIRES_HEADER)
             if delay is None:
                 outcome = Dead("max_attempts", outcome.kind, outcome.text)
@@ -363,7 +366,8 @@ class AmqpSource:
                 self._metrics.retried(listener.queue, delay)
                 return delay_name(settings.exchange, delay), properties
         logger.warning("dead letter", extra={"action": "dead", **fields, "reason": outcome.reason})
-        return dead_letter_exchange(settings.exchange), copied(delivery.message, self._user, autopsy(delivery, outcome))
+        properties = copied(delivery.message, self._user, delivery.came, autopsy(delivery, outcome))
+        return dead_letter_exchange(settings.exchange), properties
 
     async def _publish(self, exchange: str, properties: Basic.Properties, queue: str, body: bytes) -> None:
         """Until it gets through. Meanwhile the original stays in our hands, and nobody handles it a second time."""
