@@ -9,7 +9,7 @@ select pg_temp.refusal('select outbox.cleanup()') as cleanup \gset
 rollback;
 
 \ir setup.psql
-select plan(35);
+select plan(37);
 
 create function pg_temp.claim(n integer, batch_size integer = 500) returns text language plpgsql as $function$
 begin
@@ -88,10 +88,22 @@ delete from outbox.lane;
 select outbox.hello('tap') as relay \gset
 select is((select count(*) from outbox.lane), 64::bigint, 'hello() sweeps too');
 
+-- The floors that claims go by are noted when something is settled, all of them or none: a claim finds them by their place.
+update outbox.lane set floor = 0;
+update outbox.horizon set checked_at = '-infinity', floors = null;
+select outbox.mark_sent(pg_temp.token(9), '{1}') as sent \gset
+select is((select floors from outbox.horizon), array_fill(0::bigint, array[64]), 'the floors of all lanes are noted');
+delete from outbox.lane where lane = 5;
+update outbox.horizon set checked_at = '-infinity';
+select outbox.mark_sent(pg_temp.token(9), '{1}') as sent \gset
+select is((select floors from outbox.horizon), null, 'none while a lane is missing');
+select outbox._sweep() \g /dev/null
+
 -- A ready message below its floor is a bug: found, counted, delivered.
 select outbox.emit('below', '1', key => pg_temp.key_of(3)) as below, outbox.emit('below too', '1', key => pg_temp.key_of(3)) as below_too,
     outbox.emit('delayed', '1', key => pg_temp.key_of(4), delay => '1 h') as delayed \gset
 update outbox.lane set floor = :delayed + 1, reach = :delayed where lane in (3, 4);
+update outbox.horizon set floors = (select array_agg(floor order by lane) from outbox.lane);
 select is(pg_temp.claim(1), '', 'a claim does not look below the floor');
 select outbox.cleanup() as cleaned \gset
 select is((select floor from outbox.lane where lane = 3), :below::bigint, 'the sweep lowers it to the first ready message');
@@ -111,6 +123,7 @@ select outbox.mark_sent(pg_temp.token(1), array[:below]) as sent \gset
 select outbox.emit('after restore', '1', key => pg_temp.key_of(3)) as restored \gset
 update outbox.horizon set safe_id = 1000000000000, pending_id = 1000000000000, pending_xid = '5', version = version + 1;
 update outbox.lane set floor = 1000000000000, reach = 1000000000000;
+update outbox.horizon set floors = (select array_agg(floor order by lane) from outbox.lane);
 select outbox.cleanup() as cleaned \gset
 select is((select array[safe_id, pending_id, noted_id] from outbox.horizon), array[0, null, null]::bigint[], 'a horizon above the sequence is reset');
 select is((select max(floor) from outbox.lane), 0::bigint, 'and every floor');

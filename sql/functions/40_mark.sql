@@ -80,7 +80,7 @@ begin
         noted_xids = v_horizon.noted_xids,
         noted_at = v_horizon.noted_at,
         -- For claims, which then need not read lanes without messages. A sweep lowers floors only under the lock we have.
-        floors = array(select l.floor from outbox._lanes() as l order by l.lane)
+        floors = (select array_agg(l.floor order by l.lane) from outbox._lanes() as l having count(*) = 64)
     where h.version = v_horizon.version;
 end
 $function$;

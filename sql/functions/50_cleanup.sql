@@ -266,6 +266,10 @@ declare
 begin
     -- One sweep at a time: two would refill a lane twice. No advisory lock, which anybody who may connect could hold.
     lock table outbox.relay in share update exclusive mode;
+    insert into outbox.lane (lane, version)
+    select n, 0
+    from generate_series(0, 63) as n
+    where not exists (select from outbox.lane as l where l.lane = n::smallint);
     insert into outbox.horizon (version)
     select 0
     where not exists (select from outbox.horizon);
@@ -276,15 +280,6 @@ begin
     order by h.version desc
     limit 1
     for update;
-    insert into outbox.lane (lane, version)
-    select n, 0
-    from generate_series(0, 63) as n
-    where not exists (select from outbox.lane as l where l.lane = n::smallint);
-    if found then
-        update outbox.horizon as h
-        set floors = null
-        where h.version = v_horizon.version;
-    end if;
     if v_last < v_horizon.safe_id then
         -- The sequence was set back (restore, truncate, setval): every proof about ids is void.
         update outbox.horizon as h
