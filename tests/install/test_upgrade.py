@@ -173,13 +173,16 @@ STATES = {
 
 
 def rows(db: psycopg.Connection[Any]) -> dict[str, list[Any]]:
-    """Everything in every table but access, which notes upgrades; what the made-up upgrade adds is left out."""
+    """Everything in every table but access, which notes upgrades; what the made-up upgrade adds is left out.
+
+    Without nulls: a column that an upgrade adds begins with them.
+    """
     tables = db.execute(
         "select c.oid::regclass::text from pg_class as c where c.relnamespace = 'outbox'::regnamespace"
         " and c.relkind = 'r' and c.relname not in ('access', 'extra') order by 1"
     ).fetchall()
     return {
-        table: db.execute(f"select (to_jsonb(t) - 'note')::text from {table} as t order by 1".encode()).fetchall()
+        table: db.execute(f"select (jsonb_strip_nulls(to_jsonb(t)) - 'note')::text from {table} as t order by 1".encode()).fetchall()
         for (table,) in tables
     }
 

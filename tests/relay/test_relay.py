@@ -150,6 +150,20 @@ def test_signal_ends_it_cleanly(db: Db, queue: Queue, start_relay: StartRelay, n
     assert waiting(db) == 0
 
 
+def test_once_goes_on_behind_what_has_expired(db: Db, queue: Queue, start_relay: StartRelay) -> None:
+    """A claim that finds only such messages hands out none; it ends before it has seen all."""
+    for key in ("'one'", "n::text"):  # one lane deep, then all of them
+        db.execute(
+            f"select count(outbox.emit('gone', '1', key => {key}, expires_in => '1 ms'::interval))"
+            " from generate_series(1, 300) as n".encode()
+        )
+    emit(db, key="one")
+    emit(db)
+    assert start_relay("--once", "--batch-size", "20").process.wait(20) == 0
+    assert waiting(db) == 0
+    assert len(queue.receive(2)) == 2
+
+
 def test_once_drains_several_batches(db: Db, queue: Queue, start_relay: StartRelay) -> None:
     db.execute("select outbox.emit('order.created', '{}') from generate_series(1, 1000)")
     assert start_relay("--once", "--batch-size", "100").process.wait(20) == 0

@@ -78,6 +78,7 @@ class MessageRelay:
         self._rang = False  # the last sleep ended before its time
         self._busy = False  # messages were found since then
         self._looked = self._found = monotonic()  # when a claim was last tried, and when one found messages
+        self._buried = False  # the last claim put messages aside, and may have stopped short of others
         self._in_vain = False  # the bell rang, and there was nothing
         self._problems: dict[str, str] = {}  # by server: the kind that was told last
         self._backoff: dict[str, tuple[float, float]] = {}  # by server: the next try, and the pause before it
@@ -169,7 +170,7 @@ class MessageRelay:
             elif self._batches:
                 # Others may be ours as soon as a batch is settled, or come without a bell because nobody sleeps.
                 await self._pause(self._soon())
-            elif self._settings.once and "database" not in self._problems:
+            elif self._settings.once and not self._buried and "database" not in self._problems:
                 return
             else:
                 await self._sleep(size)
@@ -203,7 +204,8 @@ class MessageRelay:
             self._found, self._in_vain = begun, False
             batch = Batch(token, messages, begun, begun, self._store.sessions)
             self._batches[batch] = self._tasks.create_task(self._deliver(batch))
-        if self._store.put_aside:
+        self._buried = bool(self._store.put_aside)
+        if self._buried:
             await self._tell_put_aside()
         return batch
 
