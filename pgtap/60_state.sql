@@ -1,6 +1,6 @@
 -- Station 60: stats() and message_status tell the same about every message.
 \ir setup.psql
-select plan(74);
+select plan(75);
 
 create function pg_temp.claim(n integer, batch_size integer = 500, lease interval = '30 s') returns text language plpgsql as $function$
 begin
@@ -42,9 +42,12 @@ select is(
         select to_jsonb(s) - '{waiting,scheduled,in_flight,retrying,parked,dead,relays}'::text[] from outbox.stats() as s
     ),
     '{"oldest_age": "00:00:00", "exact": true, "sent_last_hour": 0, "mean_time_to_send": null, "worst_time_to_send": null,
-      "top_failing": [], "oldest_emitter_pid": null, "oldest_emitter_at": null}',
+      "top_failing": [], "oldest_emitter_pid": null, "oldest_emitter_at": null, "paused": false}',
     'and nothing to say of it'
 );
+select outbox.pause() as paused \gset
+select ok((outbox.stats()).paused, 'a pause is told');
+select outbox.resume() as resumed \gset
 select is((select count(*) from outbox.message_status), 0::bigint, 'the view is empty');
 
 -- One message through its stations.

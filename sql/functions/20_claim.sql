@@ -109,8 +109,8 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
-    -- In this order: what ended before the snapshot was written before the first position, and synced if the second is as
-    -- far. Before the turn is drawn, which may write itself. (A replica has no such positions; it is refused by the turn.)
+    -- In this order: a transaction that ended before the snapshot had written its WAL before the insert position was read; if
+    -- the flush position is as far, it is on disk. And before the turn, which may write. (A replica is refused by the turn.)
     v_ended     xid := pg_snapshot_xmin(pg_current_snapshot())::xid;
     v_synced    boolean := case when not pg_is_in_recovery() then pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() end;
     v_turn      bigint := nextval('outbox.lane_turn') & 63;
@@ -163,7 +163,7 @@ begin
     order by h.version desc
     limit 1;
     v_look_due := coalesce(v_look_due, true);
-    -- Two looks that spare most claims 128.
+    -- Asked once for all lanes: otherwise each of 64 would be looked into twice.
     v_due := v_look_due and exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
     v_held := exists (select from outbox.held_key);
     -- What may have killed a relay leaves alone: taken with empty hands, and nothing beside it until it is settled. Every

@@ -348,6 +348,8 @@ begin
       and x.mode = 'ExclusiveLock'
     order by 2
     limit 1;
+
+    v_stats.paused := exists (select from outbox.setting as s where s.name = 'paused');
     return v_stats;
 end
 $function$;

@@ -83,7 +83,8 @@ create type outbox.stats_result as (
     worst_time_to_send interval,
     top_failing        jsonb,
     oldest_emitter_pid integer,
-    oldest_emitter_at  timestamptz
+    oldest_emitter_at  timestamptz,
+    paused             boolean
 );
 
 comment on type outbox.stats_result is
@@ -103,3 +104,4 @@ comment on column outbox.stats_result.worst_time_to_send is 'the longest such ti
 comment on column outbox.stats_result.top_failing        is 'the ten routing keys with most retrying and dead messages: objects with routing_key, retrying, dead; of dead letters the last 10,000 are counted';
 comment on column outbox.stats_result.oldest_emitter_pid is 'backend whose transaction has written messages and is open the longest; null: none, or a prepared one';
 comment on column outbox.stats_result.oldest_emitter_at  is 'since when it is open, at the least; null: there is none, or it is not known yet';
+comment on column outbox.stats_result.paused             is 'whether pause() was called: nothing is handed out until resume()';

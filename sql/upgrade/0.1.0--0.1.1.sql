@@ -4,3 +4,6 @@ alter table outbox.horizon add column floors bigint[];
 comment on column outbox.horizon.floors is 'floors of all lanes as they were noted last, so none is above the lane''s own; null: not noted, look from the start';
 
 drop function outbox.dead_among(bigint[]);
+
+alter type outbox.stats_result add attribute paused boolean;
+comment on column outbox.stats_result.paused is 'whether pause() was called: nothing is handed out until resume()';

@@ -21,6 +21,8 @@ PAST = (
     "create table outbox.archive_20200101 partition of outbox.archive"
     " for values from ('2020-01-01 00:00:00+00') to ('2020-01-02 00:00:00+00')"
 )
+CLAIMED = f"select outbox.emit('a', '1'); select * from outbox.claim_batch({BATCH})"
+DEAD = f"select outbox.emit('a', '1'); select outbox.mark_failed({BATCH}, {IDS}, '{{x}}', '{{rejected}}')"
 # What happened before, and the call itself.
 CALLS = {
     "emit()": ("", "select outbox.emit('a', '1', key => 'k')"),
@@ -35,6 +37,13 @@ CALLS = {
         "select outbox.emit('a', '1', key => 'k')",
         f"select outbox.mark_failed({BATCH}, {IDS}, '{{x}}')",
     ),
+    "release_batch()": (CLAIMED, f"select outbox.release_batch({BATCH})"),
+    "extend_lease()": (CLAIMED, f"select outbox.extend_lease({BATCH}, '1 min')"),
+    "hello()": ("", "select outbox.hello('r')"),
+    "cancel()": ("", "select outbox.cancel(outbox.emit('a', '1', delay => '1 h'))"),
+    "requeue_dead()": (DEAD, "select outbox.requeue_dead(array(select id from outbox.dead_letter))"),
+    "purge_dead()": (DEAD, "select outbox.purge_dead('0')"),
+    "accept()": ("", "select outbox.accept('c', gen_random_uuid())"),
     "cleanup()": ("", "select outbox.cleanup()"),
     "cleanup() that makes a day": (f"{KEEP}; {FORGET}", "select outbox.cleanup()"),
     "cleanup() that drops a day": (f"{KEEP}; {PAST}", "select outbox.cleanup()"),

@@ -31,10 +31,22 @@ exit status:
   3  a bug: the log says where
 """
 
+TOPOLOGY_HELP = """\
+Prints the exchanges, queues and bindings that the listeners of a worker need. The worker declares them itself;
+where it may not, import the definitions (rabbitmqctl import_definitions) or apply the Terraform, and run the
+worker with declare=False.
+"""
+
 DLQ_HELP = """\
 QUEUE is the queue of a listener. list prints a line for each dead letter: message_id, time, routing key,
 reason, error class. show prints them whole. requeue puts them back into the queue, with all attempts
-before them again. purge throws them away.
+before them again. purge throws them away. Messages that the relay could not publish are elsewhere:
+outbox dead.
+
+exit status:
+  0  done
+  1  the broker is unavailable
+  2  something only you can put right: the message says what
 """
 
 
@@ -46,12 +58,16 @@ def add_commands(commands: Any) -> None:
     )
     worker.add_argument("app", metavar="APP", help=APP_HELP)
     worker.set_defaults(run=run_worker)
-    topology = commands.add_parser("topology", help="print what a worker needs on the broker")
+    topology = commands.add_parser(
+        "topology", help="print what a worker needs on the broker", description=TOPOLOGY_HELP, formatter_class=raw
+    )
     topology.add_argument("app", metavar="APP", help=APP_HELP)
-    topology.add_argument("--format", choices=["table", "definitions", "terraform"], default="table")
+    topology.add_argument(
+        "--format", choices=["table", "definitions", "terraform"], default="table", help="how to print it [table]"
+    )
     topology.add_argument("--vhost", help="the vhost to write down [that of OUTBOX_AMQP_URL, else /]")
     topology.set_defaults(run=run_topology)
-    dlq = commands.add_parser("dlq", help="dead letters of a queue", description=DLQ_HELP, formatter_class=raw)
+    dlq = commands.add_parser("dlq", help="messages that a listener could not handle: list, show, requeue, purge", description=DLQ_HELP, formatter_class=raw)
     dlq.add_argument("what", choices=["list", "show", "requeue", "purge"])
     dlq.add_argument("queue", metavar="QUEUE", help="the queue of a listener")
     dlq.add_argument("ids", metavar="MESSAGE_ID", nargs="*", help="only these (show, requeue)")
