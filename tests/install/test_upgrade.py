@@ -182,7 +182,9 @@ def rows(db: psycopg.Connection[Any]) -> dict[str, list[Any]]:
         " and c.relkind = 'r' and c.relname not in ('access', 'extra') order by 1"
     ).fetchall()
     return {
-        table: db.execute(f"select (jsonb_strip_nulls(to_jsonb(t)) - 'note')::text from {table} as t order by 1".encode()).fetchall()
+        table: db.execute(
+            f"select (jsonb_strip_nulls(to_jsonb(t)) - 'note')::text from {table} as t order by 1".encode()
+        ).fetchall()
         for (table,) in tables
     }
 
