@@ -13,7 +13,7 @@ import aio_pika
 
 from bench.measure import Bench, Case, Contender, Row, compare, take_turns
 from bench.place import BATCH, KINDS, WINDOW, Place, place
-from outbox import MessageRelay
+from outbox import MessageRelay, loop
 from outbox.publish import SENT, Publisher
 from outbox.store import Store
 
@@ -109,7 +109,7 @@ async def gather(where: Place, count: int) -> float:
 def rate(where: Place, work: Work, count: int, *, keys: int = 0, strict: str = "off", size: int = 256) -> float:
     where.clear(strict)
     where.emit(count, keys, size)
-    return asyncio.run(work(where, count))
+    return loop.run(work(where, count))
 
 
 def drain(kind: str) -> Case:

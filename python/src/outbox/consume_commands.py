@@ -67,7 +67,12 @@ def add_commands(commands: Any) -> None:
     )
     topology.add_argument("--vhost", help="the vhost to write down [that of OUTBOX_AMQP_URL, else /]")
     topology.set_defaults(run=run_topology)
-    dlq = commands.add_parser("dlq", help="messages that a listener could not handle: list, show, requeue, purge", description=DLQ_HELP, formatter_class=raw)
+    dlq = commands.add_parser(
+        "dlq",
+        help="messages that a listener could not handle: list, show, requeue, purge",
+        description=DLQ_HELP,
+        formatter_class=raw,
+    )
     dlq.add_argument("what", choices=["list", "show", "requeue", "purge"])
     dlq.add_argument("queue", metavar="QUEUE", help="the queue of a listener")
     dlq.add_argument("ids", metavar="MESSAGE_ID", nargs="*", help="only these (show, requeue)")

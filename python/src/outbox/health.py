@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 # A loop that turns does so at least this often, also in an outage.
 SILENT_MOST = 60.0
+LAST_PORT = 65535
 PATIENCE = 5.0
 TOUCH_EVERY = 5.0
 
@@ -65,6 +66,13 @@ async def answer(path: str, look: Look, poll: float) -> tuple[HTTPStatus, str, s
     return status, "application/json", json.dumps(found) + "\n"
 
 
+def to_port(text: str) -> int:
+    """Checked here: uvloop takes what is left of a number that is too large."""
+    if not 0 <= int(text) <= LAST_PORT:
+        raise ValueError(text)
+    return int(text)
+
+
 @contextlib.asynccontextmanager
 async def serving(address: str, look: Look, poll: float) -> Any:
     """Answers at HOST:PORT while the block runs."""
@@ -91,8 +99,8 @@ async def serving(address: str, look: Look, poll: float) -> Any:
             await writer.wait_closed()
 
     try:
-        server = await asyncio.start_server(serve, host.strip("[]") or None, int(port), limit=8192)
-    except (OSError, ValueError, OverflowError) as error:
+        server = await asyncio.start_server(serve, host.strip("[]") or None, to_port(port), limit=8192)
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "write it as HOST:PORT"
         raise ConfigurationError(f"--http cannot listen at {address!r}: {reason}") from error
     async with server:

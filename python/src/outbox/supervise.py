@@ -23,7 +23,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from outbox import logs
+from outbox import logs, loop
 from outbox.check import check
 from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError, OutboxError
@@ -104,10 +104,10 @@ def start(settings: RelaySettings, process: ProcessSettings) -> int:
     if process.check:
         return asyncio.run(check(each(settings)))
     if line:
-        return asyncio.run(serve(settings, process, socket.socket(fileno=int(line)), first=number == "1"))
+        return loop.run(serve(settings, process, socket.socket(fileno=int(line)), first=number == "1"))
     if process.workers > 1:
-        return asyncio.run(lead(settings, process))
-    return asyncio.run(serve(settings, process))
+        return loop.run(lead(settings, process))
+    return loop.run(serve(settings, process))
 
 
 # --- one process
