@@ -328,7 +328,7 @@ begin
     -- (A set clause of the function would have ended before the commit.)
     if v_ids <> '{}'
        and current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
-       and (not v_synced
+       and (v_synced is not true
             or cardinality(v_tids) > 20
             or current_setting('synchronous_standby_names') <> ''
             or exists (select from outbox.message as m where m.ctid = any (v_tids) and age(m.xmin) <= age(v_ended)))

@@ -284,8 +284,8 @@ begin
         -- The sequence was set back (restore, truncate, setval): every proof about ids is void.
         update outbox.horizon as h
         set version = h.version + 1,
-            safe_id = 0,
             floors = null,
+            safe_id = 0,
             pending_id = null,
             pending_xid = null,
             noted_id = null,

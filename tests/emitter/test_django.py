@@ -56,14 +56,15 @@ def test_check_of_the_rights(role: str, dsn: str, cleaner: Db) -> None:
     assert findings(as_role) == []
 
 
-def test_hint_about_the_rights_helps(role: tuple[str, str], cleaner: Db) -> None:
+def test_hint_about_the_rights_helps(role: str, dsn: str, cleaner: Db) -> None:
     """Rights given by hand would go with the next upgrade: it names the function that grants them."""
-    django_connection(role[1])
+    as_role = as_user(dsn, role)
+    django_connection(as_role)
     from outbox.django.apps import check_database  # noqa: PLC0415 - needs Django's settings
 
     (found,) = check_database(databases=["default"])
     cleaner.execute("select outbox.grant_emit" + found.hint.partition("outbox.grant_emit")[2])
-    assert findings(role[1]) == []
+    assert findings(as_role) == []
 
 
 def test_relay(tmp_path: Path, dsn: str, db: Db, amqp_url: str, waiting: Waiting) -> None:
