@@ -8,6 +8,8 @@ import sys
 import aio_pika
 import psycopg
 
+from outbox import loop
+
 
 async def main(dsn: str, amqp_url: str) -> None:
     broker = await aio_pika.connect(amqp_url)
@@ -39,4 +41,4 @@ async def main(dsn: str, amqp_url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    loop.run(main(*sys.argv[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench import peer
 
-OURS = "window 1,000, batches of 500, everything else by default"
+OURS = "window 1,000, batches of 500, uvloop, everything else by default"
 PUBLISHED = "persistent, mandatory, confirmed"
 
 CONTENDERS = {
@@ -29,15 +29,15 @@ CONTENDERS = {
     "waiting per MB": "5,000 waiting messages by the room of all tables",
     "after a tenth": "the same after a tenth of the messages",
     "relay": f"`outbox relay`: {OURS}; {PUBLISHED}",
-    "publish from memory": f"the ceiling: the relay's own publisher without a database; {PUBLISHED}, 1,000 in flight",
-    "aio-pika publish, gather": f"claim 500, `asyncio.gather` of aio-pika's `publish`, mark; {PUBLISHED}",
+    "publish from memory": f"the ceiling: the relay's own publisher, uvloop, no database; {PUBLISHED}, 1,000 in flight",
+    "aio-pika publish, gather": f"claim 500, `asyncio.gather` of aio-pika's `publish`, mark; uvloop; {PUBLISHED}",
     "unkeyed": "the relay, messages without a key",
     "10,000 keys": "the relay, 10,000 keys in turn; strict: `strict_keys` on",
     "one key": "the relay, all messages with one key; strict: `strict_keys` on, one message a round trip",
     "one relay": f"one process `outbox relay`: {OURS}; {PUBLISHED}",
     "two relays": "two of them on the same database and queue",
     "faststream-outbox": peer.SETTINGS,
-    "bare LISTEN and publish": f"the least that forwards: LISTEN, select 100, `publish`, delete; {PUBLISHED}",
+    "bare LISTEN and publish": f"the least that forwards: LISTEN, select 100, `publish`, delete; uvloop; {PUBLISHED}",
     "worker": "`Worker`, a listener that does nothing, prefetch 10, a quorum queue",
     "worker alone": "the worker with messages that are in the queue already, prefetch 10",
     "bare": "aio-pika: `queue.consume`, `message.process()`, prefetch 10, the same queue",
