@@ -312,17 +312,19 @@ class AmqpSource:
     async def _deliver(self, delivery: Delivery) -> None:
         queue = delivery.listener.queue
         self._metrics.received(queue)
-        async with self._places[queue], self._gate.alone() if delivery.returned >= SUSPECT else self._gate:
-            if self._stopping.is_set():
-                with contextlib.suppress(BrokerUnavailableError):
-                    async with unavailable():
-                        await delivery.channel.basic_nack(delivery.message.delivery_tag, requeue=True)
-                return
-            begun = monotonic()
-            if delivery.expires_at <= time():
-                outcome: Outcome = Dead("expired", "", "its time was over before it was handled")
-            else:
-                outcome = await self._handling(delivery.listener, self._incoming(delivery))
+        async with self._gate.alone() if delivery.returned >= SUSPECT else self._gate:
+            # Not until the acknowledgement: the next message comes as soon as that is sent, and would wait.
+            async with self._places[queue]:
+                if self._stopping.is_set():
+                    with contextlib.suppress(BrokerUnavailableError):
+                        async with unavailable():
+                            await delivery.channel.basic_nack(delivery.message.delivery_tag, requeue=True)
+                    return
+                begun = monotonic()
+                if delivery.expires_at <= time():
+                    outcome: Outcome = Dead("expired", "", "its time was over before it was handled")
+                else:
+                    outcome = await self._handling(delivery.listener, self._incoming(delivery))
             self._metrics.handled(queue, monotonic() - begun)
             if not isinstance(outcome, Done):
                 # The copy first, confirmed; then the acknowledgement.
