@@ -109,10 +109,10 @@ create or replace function outbox.claim_batch(
 as $function$
 declare
     v_now       timestamptz := clock_timestamp();
-    -- In this order: a transaction that ended before the snapshot had written its WAL before the insert position was read; if
+    -- In this order: a transaction that ended before the snapshot had written its WAL before the insert position was read; once
     -- the flush position is as far, it is on disk. And before the turn, which may write. (A replica is refused by the turn.)
     v_ended     xid := pg_snapshot_xmin(pg_current_snapshot())::xid;
-    v_synced    boolean := case when not pg_is_in_recovery() then pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() end;
+    v_written   pg_lsn := case when not pg_is_in_recovery() then pg_current_wal_insert_lsn() end;
     v_turn      bigint := nextval('outbox.lane_turn') & 63;
     v_suspected smallint[] := '{}';
     v_suspect   smallint;
@@ -324,11 +324,12 @@ begin
     end if;
 
     -- This commit is the fence between an emit with synchronous_commit = off and its publishing. It need not sync when all
-    -- that it hands out was on disk as it began: the usual case when little happens. For many messages asking costs more.
+    -- that it hands out was committed as it began and is on disk by now: the usual case, because emits sync. For many
+    -- messages asking costs more.
     -- (A set clause of the function would have ended before the commit.)
     if v_ids <> '{}'
        and current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
-       and (v_synced is not true
+       and (pg_current_wal_flush_lsn() < v_written
             or cardinality(v_tids) > 20
             or current_setting('synchronous_standby_names') <> ''
             or exists (select from outbox.message as m where m.ctid = any (v_tids) and age(m.xmin) <= age(v_ended)))

@@ -109,6 +109,27 @@ def test_what_is_on_disk_is_not_written_again(lazy: str) -> None:
     assert spared > 5
 
 
+def test_nor_what_somebody_else_writes_meanwhile(lazy: str) -> None:
+    with session(lazy) as emitter, session(lazy) as relay, session(lazy) as lock, ThreadPoolExecutor(1) as pool:
+        waits = f"select exists (select from pg_locks where pid = {relay.info.backend_pid} and not granted)"
+        spared = 0
+        for _ in range(10):
+            settle_all(relay)
+            assert claim(relay) == 0
+            number(emitter, "select outbox.emit('a', '1')")
+            written = number(emitter, WRITTEN)
+            with lock.transaction():
+                lock.execute("lock table outbox.setting")
+                claimed = pool.submit(claim, relay)
+                eventually(lambda: number(emitter, waits), "a claim that waits")
+                assert not number(emitter, ON_DISK.format(written)), "the server is not lazy"
+                write_all(emitter)
+            assert claimed.result(10) == 1
+            assert number(emitter, ON_DISK.format(written))
+            spared += not number(emitter, ON_DISK.format(number(emitter, WRITTEN)))
+    assert spared > 5
+
+
 def test_with_synchronous_replicas_a_claim_waits_for_them(lazy: str) -> None:
     """An emit need not have: 'local', or one whose wait a restart ended. There is no replica: the claim waits."""
     with session(lazy) as admin, session(lazy) as relay, ThreadPoolExecutor(1) as pool:
