@@ -15,10 +15,11 @@ from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
 from aiormq.connection import EXCEPTION_MAPPING, Connection
 from pamqp import commands, header
+from pamqp.body import ContentBody
 from pamqp.frame import marshal
 
 from harness import message
-from outbox.publish import ConfirmChannel, content_header, publish_frame
+from outbox.publish import ConfirmChannel, content_header, encode_one, publish_frame
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -86,13 +87,18 @@ def test_our_encoding_is_theirs() -> None:
         ),
     )  # fmt: skip
     assert marshal(theirs, 5)[7:-1] == content_header(one, 2, 0)
-    plain = message()
-    theirs = header.ContentHeader(
-        body_size=2,
-        properties=commands.Basic.Properties(
-            content_type=plain.content_type, delivery_mode=2, message_id=plain.message_id, timestamp=plain.created_at
-        ),
-    )
-    assert marshal(theirs, 5)[7:-1] == content_header(plain, 2, 0)
     assert publish_frame(5, "x", "y")[1:3] == b"\0\5"
     assert publish_frame(6, "x", "y")[1:3] == b"\0\6"
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 100_000])
+@pytest.mark.parametrize("key", ["a", "order.created"])
+def test_a_plain_message_is_theirs_from_end_to_end(size: int, key: str) -> None:
+    plain = message(key, body=b"x" * size)
+    properties = commands.Basic.Properties(
+        content_type=plain.content_type, delivery_mode=2, message_id=plain.message_id, timestamp=plain.created_at
+    )
+    publish = commands.Basic.Publish(exchange=plain.exchange, routing_key=key, mandatory=True)
+    frames = [publish, header.ContentHeader(body_size=size, properties=properties)]
+    frames += [ContentBody(plain.body[start : start + 256]) for start in range(0, size, 256)]
+    assert b"".join(encode_one(plain, 0, 5, 256)) == b"".join(marshal(frame, 5) for frame in frames)
