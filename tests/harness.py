@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import socket
@@ -269,6 +270,7 @@ class Proxy:
         self.stuck = threading.Event()  # what the relay says is not read
         self.deaf_at = b""  # deaf as soon as the relay has said this
         self.stuck_at = b""  # stuck as soon as the relay wants to say this
+        self._prepared: dict[bytes, bytes] = {}  # by name: what the relay has told PostgreSQL in advance
         login = at.netloc.rpartition("@")[0]
         self.url = at._replace(netloc=f"{login}@127.0.0.1:{self._listener.getsockname()[1]}").geturl()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -300,15 +302,23 @@ class Proxy:
     def _pass_on(self, source: socket.socket, target: socket.socket, waiting: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if waiting is self.stuck and self.stuck_at and self.stuck_at in data:
+                said = self._said(data) if waiting is self.stuck else b""
+                if self.stuck_at and self.stuck_at in said:
                     self.stuck.set()
                 while waiting.is_set():
                     time.sleep(0.01)
-                if waiting is self.stuck and self.deaf_at and self.deaf_at in data:
+                if self.deaf_at and self.deaf_at in said:
                     self.deaf.set()
                 if waiting is self.stuck or not self.deaf.is_set():
                     target.sendall(data)
             target.shutdown(socket.SHUT_WR)
+
+    def _said(self, data: bytes) -> bytes:
+        """With the texts of statements that are carried out by name, instead of those that are only prepared."""
+        for name, text in re.findall(rb"(_pg3_\d+)\0([^\0]*)\0", data):
+            self._prepared[name] = text or self._prepared[name]
+            data = data.replace(text, b"")
+        return data + b"".join(self._prepared[name] for name in re.findall(rb"\0(_pg3_\d+)\0\0", data))
 
     def close(self) -> None:
         self.held.clear()

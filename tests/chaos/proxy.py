@@ -139,6 +139,7 @@ class Postgres(Plain):
         self._rest = {True: b"", False: b""}
         self._started = False
         self._single = 0  # answers of one byte that are due: those to a request for encryption
+        self._prepared: dict[bytes, str] = {}
         self._open: deque[str] = deque()
         self._answer: list[bytes] = []
 
@@ -170,12 +171,24 @@ class Postgres(Plain):
                 self._single += 1
             else:
                 self._started = True
-        elif message[:1] in {b"Q", b"P"}:
-            # Q: the text alone; P: a name, the text, types of parameters.
-            text = message[5:].split(b"\0")[0 if message[:1] == b"Q" else 1].decode(errors="replace")
-            self._open.append(text)
-            kind = "statement"
+        else:
+            text = self._text(message)
+            if text:
+                self._open.append(text)
+                kind = "statement"
         yield Packet(up=True, kind=kind, data=message, text=text)
+
+    def _text(self, message: bytes) -> str:
+        """Of the statement that is carried out with this message; nothing if that comes with another."""
+        first, second = [*message[5:].split(b"\0"), b""][:2]
+        if message[:1] == b"Q":  # the text alone
+            return first.decode(errors="replace")
+        if message[:1] == b"P":  # a name, the text, types of parameters
+            self._prepared[first] = second.decode(errors="replace")
+            return "" if first else self._prepared[first]
+        if message[:1] == b"B" and second:  # a portal, the name
+            return self._prepared[second]
+        return ""
 
     def _from_server(self, message: bytes) -> Iterator[Packet]:
         if not self._open:

@@ -99,6 +99,6 @@ def test_a_plain_message_is_theirs_from_end_to_end(size: int, key: str) -> None:
         content_type=plain.content_type, delivery_mode=2, message_id=plain.message_id, timestamp=plain.created_at
     )
     publish = commands.Basic.Publish(exchange=plain.exchange, routing_key=key, mandatory=True)
-    frames = [publish, header.ContentHeader(body_size=size, properties=properties)]
-    frames += [ContentBody(plain.body[start : start + 256]) for start in range(0, size, 256)]
-    assert b"".join(encode_one(plain, 0, 5, 256)) == b"".join(marshal(frame, 5) for frame in frames)
+    head = header.ContentHeader(body_size=size, properties=properties)
+    body = b"".join(marshal(ContentBody(plain.body[start : start + 256]), 5) for start in range(0, size, 256))
+    assert b"".join(encode_one(plain, 0, 5, 256)) == marshal(publish, 5) + marshal(head, 5) + body
