@@ -378,33 +378,37 @@ def backlog(bench: Bench) -> Iterator[Row]:
 
 
 def retention(bench: Bench) -> Iterator[Row]:
-    """mark_sent() when what was sent is kept, against when it is deleted; the claims are not timed."""
-    count = bench.size(100_000, 30_000)
-    with bench.database() as dsn, connect(dsn) as connection:
-
-        def rate(value: str) -> Callable[[], float]:
-            def measure() -> float:
+    """mark_sent() when what was sent is kept, and when it is deleted, batch by batch in turn; claims do not count."""
+    count, rounds = bench.size(100_000, 30_000), bench.size(7, 3)
+    kept, deleted = Contender("kept for a day", lambda: 0), Contender("deleted", lambda: 0)
+    with bench.database() as one, bench.database() as other, connect(one) as keeping, connect(other) as deleting:
+        keeping.execute("select outbox.configure('retention', '1 day')")
+        both = [(kept, keeping), (deleted, deleting)]
+        for number in range(rounds):
+            progress(f"retention: round {number + 1} of {rounds}")
+            keeping.execute("truncate outbox.archive")
+            for _, connection in both:
                 reset(connection, count)
-                connection.execute("truncate outbox.archive")
-                connection.execute("select outbox.configure('retention', %s)", [value])
-                spent, done = 0.0, 0
-                while True:
-                    token = uuid.uuid4()
-                    rows = connection.execute(
-                        "select id from outbox.claim_batch(%s, %s)", [token, BATCH], prepare=True, binary=True
-                    ).fetchall()
-                    if not rows:
-                        return done / spent
-                    ids = [row[0] for row in rows]
-                    begun = time.perf_counter()
-                    connection.execute("select outbox.mark_sent(%s, %s)", [token, ids], prepare=True, binary=True)
-                    spent += time.perf_counter() - begun
-                    done += len(ids)
+            spent = dict.fromkeys((kept.name, deleted.name), 0.0)
+            done = dict.fromkeys(spent, 0)
+            for _ in range(count // BATCH):
+                for contender, connection in both:
+                    marked, seconds = mark(connection)
+                    done[contender.name] += marked
+                    spent[contender.name] += seconds
+            for name, rates in ((kept.name, kept.rates), (deleted.name, deleted.rates)):
+                rates.append(done[name] / spent[name])
+    yield ratio("mark_sent, 500, kept", kept, deleted, 0.5)
 
-            return measure
 
-        contenders = [Contender("kept for a day", rate("1 day")), Contender("deleted", rate("delete"))]
-        yield from compare("mark_sent, 500, kept", contenders, bench.size(7, 3), {"deleted": 0.5})
+def mark(connection: Connection) -> tuple[int, float]:
+    """How many messages of a batch, and how long it took."""
+    token = uuid.uuid4()
+    claim = "select id from outbox.claim_batch(%s, %s)"
+    ids = [id_ for (id_,) in connection.execute(claim, [token, BATCH], prepare=True, binary=True)]
+    begun = time.perf_counter()
+    connection.execute("select outbox.mark_sent(%s, %s)", [token, ids], prepare=True, binary=True)
+    return len(ids), time.perf_counter() - begun
 
 
 def bloat(bench: Bench) -> Iterator[Row]:
