@@ -122,7 +122,7 @@ def drain(kind: str) -> Case:
                 Contender("aio-pika publish, gather", lambda: rate(where, gather, count)),
             ]
             reach = {"publish from memory": 0.85, "aio-pika publish, gather": 2.5}
-            yield from compare(f"drain, {kind}", contenders, bench.size(5, 2), reach)
+            yield from compare(f"drain, {kind}", contenders, bench.size(7, 2), reach)
             # The same numbers: what the client itself can do must be worth reaching.
             yield from compare(f"ceiling, {kind}", contenders[1:], 0, {"aio-pika publish, gather": 2.5})
 
