@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
+from uuid import uuid4
 
 import pytest
 from worker.conftest import Broker, Process, StartProcess, eventually, running, worker_on
@@ -117,10 +118,11 @@ async def test_w4_a_copy_keeps_all_properties(broker: Broker, queue_type: str) -
 
 async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any, queue_type: str) -> None:
     """As a property of the copy it would close the channel; so it goes into a header."""
-    management("PUT", "/users/producer", {"password": "p", "tags": "impersonator"})
-    management("PUT", "/permissions/{vhost}/producer", {"configure": ".*", "write": ".*", "read": ".*"})
+    user = f"producer_{uuid4().hex}"
+    management("PUT", f"/users/{user}", {"password": "p", "tags": "impersonator"})
+    management("PUT", f"/permissions/{{vhost}}/{user}", {"configure": ".*", "write": ".*", "read": ".*"})
     at = urlsplit(broker.url)
-    producer = Broker(management, at._replace(netloc=f"producer:p@{at.hostname}:{at.port}").geturl())
+    producer = Broker(management, at._replace(netloc=f"{user}:p@{at.hostname}:{at.port}").geturl())
     seen: list[Any] = []
 
     @listen("a", queue="q", retry_delays=(0.05,))
@@ -131,11 +133,11 @@ async def test_w4_a_user_id_that_is_not_ours(broker: Broker, management: Any, qu
 
     try:
         async with running(worker_on(broker, handle, queue_type=queue_type)):
-            await producer.publish("a", user_id="producer")
-            await eventually(lambda: seen == [("producer", None), (None, "producer")], "a retry")
+            await producer.publish("a", user_id=user)
+            await eventually(lambda: seen == [(user, None), (None, user)], "a retry")
     finally:
         await producer.close()
-        management("DELETE", "/users/producer")
+        management("DELETE", f"/users/{user}")
 
 
 async def test_w5_a_foreign_count_means_nothing(broker: Broker, queue_type: str) -> None:
