@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -102,6 +103,19 @@ def test_what_a_caller_has_set_for_himself_changes_nothing(db: Connection) -> No
     assert count(db, "outbox._days()") == 4
     odd = "select count(*) from outbox._days() where begins_at <> date_trunc('day', begins_at, 'UTC')"
     assert db.execute(odd).fetchone() == (0,)
+
+
+@pytest.mark.parametrize("size", [100, 3_000, 1_000_000])
+def test_a_body_is_kept_whole(db: Connection, size: int) -> None:
+    """Large ones lie outside of the row, and are deleted there by the statement that copies them."""
+    db.execute("select outbox.configure('retention', 'forever')")
+    bodies = {os.urandom(size) for _ in range(5)}
+    for body in bodies:
+        db.execute("select outbox.emit_bytes('kept', %s)", [body])
+    assert settle_one_batch(db) == len(bodies)
+    db.execute("vacuum outbox.message")
+    assert {body for (body,) in db.execute("select body from outbox.archive")} == bodies
+    assert count(db, "outbox.message") == 0
 
 
 def test_a_kept_message_is_found_by_its_id_or_time(db: Connection) -> None:
