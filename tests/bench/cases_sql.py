@@ -438,9 +438,9 @@ def bloat(bench: Bench) -> Iterator[Row]:
         finally:
             connection.execute("alter system reset autovacuum_naptime")
             connection.execute("select pg_reload_conf()")
-        last = Contender("waiting per MB, at the end", lambda: waiting / sizes[-1])
+        last = Contender("waiting messages, at the end", lambda: waiting / sizes[-1])
         first = Contender("after a tenth", lambda: waiting / sizes[0])
-        yield from compare(f"bloat, {count} messages", [last, first], 1, {"after a tenth": 0.5})
+        yield from compare(f"bloat, {count} messages", [last, first], 1, {"after a tenth": 0.5}, unit="per MB")
 
 
 CASES: dict[str, Case] = {
