@@ -152,7 +152,7 @@ def forwarders(per_second: int) -> list[Forwarder]:
 def latency(per_second: int) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
         seconds = bench.size(12 if per_second < 100 else 8, 3)
-        rounds = bench.size(3 if per_second < 1000 else 5, 1)  # with both cores busy it swings
+        rounds = bench.size(3 if per_second < 100 else 5, 1)  # it swings with the load
         candidates = forwarders(per_second)
         for number in range(rounds):
             for one in candidates if number % 2 == 0 else reversed(candidates):

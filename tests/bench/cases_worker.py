@@ -127,7 +127,7 @@ def against_bare(bench: Bench) -> Iterator[Row]:
     count = bench.size(20_000, 4_000)
     with vhost(bench) as url:
         contenders = [Contender("worker", filled(url, count, worker)), Contender("bare", filled(url, count, bare))]
-        yield from compare("worker, no-op listener", contenders, bench.size(3, 2), {"bare": 0.9})
+        yield from compare("worker, no-op listener", contenders, bench.size(7, 2), {"bare": 0.9})
 
 
 SLOW = """

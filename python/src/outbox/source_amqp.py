@@ -393,7 +393,8 @@ class AmqpSource:
             return  # the listener did it
         try:
             async with unavailable():
-                await delivery.channel.basic_ack(delivery.message.delivery_tag)
+                # Not waiting until the socket has taken it: if that fails, the message comes again as well.
+                await delivery.channel.basic_ack(delivery.message.delivery_tag, wait=False)
         except BrokerUnavailableError as error:
             fields = {"action": "ack", "queue": delivery.listener.queue, "error": str(error)}
             logger.warning("could not acknowledge a message: it comes again", extra=fields)

@@ -23,7 +23,7 @@ def get_tracking_ids() -> tuple[str, ...]:
 def tracking(ids: Iterable[UUID | str] | None = None) -> Iterator[tuple[str, ...]]:
     """Messages emitted in this block continue a chain: the current one and a new id, or the ids given."""
     given = (*_chain.get(), uuid4()) if ids is None else ids
-    chain = tuple(str(UUID(str(one))) for one in given)[-_LONGEST:]
+    chain = tuple(str(one if isinstance(one, UUID) else UUID(str(one))) for one in given)[-_LONGEST:]
     token = _chain.set(chain)
     try:
         yield chain
