@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pty
-import re
 import shutil
 import signal
 import socket
@@ -33,6 +32,7 @@ import guardian
 import psycopg
 import pytest
 
+from chaos.proxy import Plain, Postgres
 from outbox import cli
 from outbox.store import ClaimedMessage
 
@@ -268,9 +268,9 @@ class Proxy:
         self.deaf = threading.Event()  # what the server says is dropped
         self.held = threading.Event()  # what the server says is kept back
         self.stuck = threading.Event()  # what the relay says is not read
-        self.deaf_at = b""  # deaf as soon as the relay has said this
-        self.stuck_at = b""  # stuck as soon as the relay wants to say this
-        self._prepared: dict[bytes, bytes] = {}  # by name: what the relay has told PostgreSQL in advance
+        self.deaf_at = ""  # deaf as soon as the relay has called this in SQL
+        self.stuck_at = ""  # stuck as soon as the relay wants to call this
+        self._sql = at.scheme.startswith("postgres")
         login = at.netloc.rpartition("@")[0]
         self.url = at._replace(netloc=f"{login}@127.0.0.1:{self._listener.getsockname()[1]}").geturl()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -300,25 +300,19 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(server, relay, self.held), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, target: socket.socket, waiting: threading.Event) -> None:
+        statements = Postgres() if self._sql else Plain()
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                said = self._said(data) if waiting is self.stuck else b""
-                if self.stuck_at and self.stuck_at in said:
+                said = [packet.text for packet in statements.split(up=True, data=data)] if waiting is self.stuck else []
+                if self.stuck_at and any(self.stuck_at in text for text in said):
                     self.stuck.set()
                 while waiting.is_set():
                     time.sleep(0.01)
-                if self.deaf_at and self.deaf_at in said:
+                if self.deaf_at and any(self.deaf_at in text for text in said):
                     self.deaf.set()
                 if waiting is self.stuck or not self.deaf.is_set():
                     target.sendall(data)
             target.shutdown(socket.SHUT_WR)
-
-    def _said(self, data: bytes) -> bytes:
-        """With the texts of statements that are carried out by name, instead of those that are only prepared."""
-        for name, text in re.findall(rb"(_pg3_\d+)\0([^\0]*)\0", data):
-            self._prepared[name] = text or self._prepared[name]
-            data = data.replace(text, b"")
-        return data + b"".join(self._prepared[name] for name in re.findall(rb"\0(_pg3_\d+)\0\0", data))
 
     def close(self) -> None:
         self.held.clear()

@@ -92,5 +92,4 @@ def test_room_does_not_grow_with_what_went_through() -> None:
             assert number(db, "select count(*) from outbox.message") == waiting
             # In a short run it matters at which moment autovacuum comes by; without it, it would end at 52.
             assert rooms[9] <= told("never more than"), f"MiB after each tenth: {rooms}"
-            # On a busy machine autovacuum comes late, and what it needed then stays.
-            assert not LONG or rooms[9] <= 2 * rooms[4], f"MiB after each tenth: {rooms}"
+            assert not LONG or rooms[9] <= 1.2 * rooms[4], f"MiB after each tenth: {rooms}"

@@ -300,10 +300,10 @@ def test_answer_to_a_claim_is_lost(db: Db, queue: Queue, pooled: str, start_rela
         relay.process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)  # for a claim that is on its way
         _, message_id = emit(db)
-        proxy.deaf_at = b"claim_batch"
+        proxy.deaf_at = "claim_batch"
         relay.process.send_signal(signal.SIGCONT)
         eventually(lambda: leased(db), "a claim")
-        proxy.deaf_at = b""
+        proxy.deaf_at = ""
         proxy.cut()
         proxy.deaf.clear()
         assert ids(queue, 1) == [message_id]
@@ -318,10 +318,10 @@ def test_answer_to_a_mark_is_lost(db: Db, queue: Queue, proxy: Proxy, pg_proxy: 
     proxy.held.set()
     _, first = emit(db)
     assert ids(queue, 1) == [first]
-    pg_proxy.deaf_at = b"mark_sent"
+    pg_proxy.deaf_at = "mark_sent"
     proxy.held.clear()
     eventually(lambda: waiting(db) == 0, "an empty table")
-    pg_proxy.deaf_at = b""
+    pg_proxy.deaf_at = ""
     pg_proxy.cut()
     pg_proxy.deaf.clear()
     _, second = emit(db)
@@ -373,7 +373,7 @@ def test_window_counts_until_the_mark(
     # With keys: what is emitted at once without them shares a lane, and a lane is in one batch at a time.
     db.execute("select outbox.emit('order.created', '{}', key => n::text) from generate_series(1, 100) as n")
     received = ids(queue, 20)
-    pg_proxy.stuck_at = b"mark_sent"
+    pg_proxy.stuck_at = "mark_sent"
     proxy.held.clear()
     eventually(pg_proxy.stuck.is_set, "a mark")
     time.sleep(0.5)
