@@ -274,7 +274,7 @@ begin
     )
     values (
         -- The lane: as in emit(), which says why.
-        case when _emit.key is null then (date_part('epoch', clock_timestamp()) * 250)::bigint + pg_backend_pid() & 63
+        case when _emit.key is null then (date_part('epoch', clock_timestamp()) * 250)::bigint & 63
              else hashtextextended(_emit.key collate "C", 0) & 63 end,
         v_due_at, v_message_id, _emit.exchange, _emit.routing_key, _emit.key, _emit.content_type, v_headers, _emit.properties, v_now,
         coalesce(v_due_at, v_now) + _emit.expires_in, session_user, _emit.dedup_key, _emit.body
@@ -326,8 +326,8 @@ begin
     then
         insert into outbox.message (lane, message_id, routing_key, key, content_type, created_at, emitted_by, body)
         values (
-            -- Without a key: what a session emits within 4 ms shares a lane, so that a lane's messages lie on few pages.
-            case when emit.key is null then (date_part('epoch', clock_timestamp()) * 250)::bigint + pg_backend_pid() & 63
+            -- Without a key: what is emitted within 4 ms shares a lane. Each lane in a claim costs, and its messages lie on few pages.
+            case when emit.key is null then (date_part('epoch', clock_timestamp()) * 250)::bigint & 63
                  else hashtextextended(emit.key collate "C", 0) & 63 end,
             coalesce(emit.message_id, gen_random_uuid()), emit.routing_key, emit.key, 'application/json', clock_timestamp(), session_user,
             v_body
@@ -468,7 +468,7 @@ begin
         )
         select
             -- As emit() does, but in runs of 8: many at once must not fill one lane.
-            case when m.key is null then (date_part('epoch', v_now) * 250)::bigint + pg_backend_pid() + m.n / 8 & 63
+            case when m.key is null then (date_part('epoch', v_now) * 250)::bigint + m.n / 8 & 63
                  else hashtextextended(m.key collate "C", 0) & 63 end,
             d.due_at,
             m.message_id,

@@ -23,7 +23,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 BATCH = 500
 BODY = '{"x": "' + "0" * 247 + '"}'  # 256 bytes
-LANE = "(date_part('epoch', clock_timestamp()) * 250)::bigint + pg_backend_pid() & 63"  # as emit() does
+LANE = "(date_part('epoch', clock_timestamp()) * 250)::bigint & 63"  # as emit() does
 COLUMNS = (
     "t.id, t.message_id, t.exchange, t.routing_key, t.key, t.body, t.content_type, t.headers, t.properties, "
     "t.expires_at, t.attempts, t.created_at"
