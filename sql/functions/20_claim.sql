@@ -209,24 +209,22 @@ begin
                         and m.id >= coalesce(v_floors[(n & 63) + 1], 0)
                       limit 1
                   ),
-                  (
+                  case when v_due then (
                       select true
                       from outbox.message as m
-                      where v_due
-                        and m.lane = (n & 63)::smallint
+                      where m.lane = (n & 63)::smallint
                         and m.due_at is not null
                         and m.due_at <> 'infinity'
                         and m.due_at <= v_now
                       limit 1
-                  ),
-                  (
+                  ) end,
+                  case when v_held then (
                       select true
                       from outbox.held_key as k
-                      where v_held
-                        and k.lane = (n & 63)::smallint
+                      where k.lane = (n & 63)::smallint
                         and k.head_id is null
                       limit 1
-                  )
+                  ) end
               )
           and (l.leased_until is null
                or l.leased_until <= v_now
@@ -337,16 +335,16 @@ begin
         perform set_config('synchronous_commit', 'on', true);
     end if;
 
-    -- By place, not by id: in lanes that we hold no row moves, and 500 walks down the primary key are saved.
+    -- By place, not by id: in lanes that we hold no row moves, and 500 walks down the primary key are saved. In the order of
+    -- _take(): what was due, what was held, what is ready.
     v_exchange := outbox._value_of('default_exchange');
     return query
     select
         m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers, m.properties,
         m.expires_at - v_now, m.attempts, m.created_at
-    from unnest(v_tids) with ordinality as i (tid, n)
-    join outbox.message as m
-        on m.ctid = i.tid
-    order by i.n;
+    from outbox.message as m
+    where m.ctid = any (v_tids)
+    order by m.lane, m.due_at, m.id;
 end
 $function$;
 

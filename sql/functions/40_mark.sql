@@ -165,7 +165,9 @@ begin
         return 0;
     end if;
     -- A failing message that got through at last: its key may go on.
-    perform outbox._free_keys(array(select l.lane from outbox.lane as l where l.token = mark_sent.token), v_ids);
+    if exists (select from outbox.held_key) then
+        perform outbox._free_keys(array(select l.lane from outbox.lane as l where l.token = mark_sent.token), v_ids);
+    end if;
     -- For stats(). Looking at every message would cost half as much again as deleting it: three stand for all.
     insert into outbox.tally (settled_at, first_id, sent, took, worst)
     select v_now, v_ids[1], cardinality(v_ids), avg(s.took) * cardinality(v_ids), max(s.took)
@@ -223,19 +225,19 @@ create or replace function outbox._held_by(token uuid, ids bigint[])
     set search_path = pg_catalog, pg_temp
 as $function$
 declare
-    v_handed bigint[];
+    v_part   bigint[];
+    v_handed bigint[] := '{}';
 begin
     -- In the order of lanes, as everybody locks them.
-    select array_agg(h.id)
-    into v_handed
-    from (
+    for v_part in
         select l.handed
         from outbox.lane as l
         where l.token = _held_by.token
         order by l.lane
         for update
-    ) as l
-    cross join lateral unnest(l.handed) as h (id);
+    loop
+        v_handed := v_handed || v_part;
+    end loop;
     -- A relay settles its whole batch, as it was handed out, nearly always.
     if v_handed = _held_by.ids then
         return v_handed;
