@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
-import aio_pika
 import psycopg
 
 import databases
@@ -33,46 +30,37 @@ BARE_TABLE = """
 """
 
 
-class Consumer(threading.Thread):
+class Consumer:
     """Notes when each message arrives, by the number in its body."""
 
     def __init__(self, amqp_url: str) -> None:
-        super().__init__(daemon=True)
-        self.amqp_url = amqp_url
         self.arrived: dict[int, float] = {}
-        self.ready = threading.Event()
-        self.loop: asyncio.AbstractEventLoop
-        self.task: asyncio.Task[None]
-        self.start()
-        assert self.ready.wait(20)
+        # The clock of perf_counter is the same for all processes of the machine.
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "arrivals.py", amqp_url], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout
+        self.lines = self.process.stdout
+        assert self.lines.readline() == "\n", "the consumer did not start"
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
 
-    def run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            asyncio.run(self.consume())
+    def read(self) -> None:
+        for line in self.lines:
+            number, at = line.split()
+            self.arrived.setdefault(int(number), float(at))
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.task.cancel)
-        self.join()
+        self.process.terminate()
+        self.process.wait()
+        self.reader.join()
+        self.lines.close()
 
     def wait_for(self, committed: dict[int, float]) -> None:
         deadline = time.monotonic() + 20
         while missing := sum(number not in self.arrived for number in committed):
             assert time.monotonic() < deadline, f"{missing} of {len(committed)} did not arrive"
             time.sleep(0.02)
-
-    async def consume(self) -> None:
-        self.loop, self.task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
-        async with await aio_pika.connect(self.amqp_url) as connection:
-            await self.note_arrivals(connection)
-
-    async def note_arrivals(self, connection: aio_pika.abc.AbstractConnection) -> None:
-        channel = await connection.channel()
-        await channel.set_qos(100)
-        queue = await channel.get_queue("bench", ensure=False)
-        self.ready.set()
-        async with queue.iterator(no_ack=True) as messages:
-            async for message in messages:
-                self.arrived.setdefault(json.loads(message.body)["n"], time.perf_counter())
 
 
 def emit_at(dsn: str, statement: str, per_second: int, seconds: float, first: int = 0) -> dict[int, float]:
