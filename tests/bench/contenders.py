@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench import peer
 
-OURS = "window 1,000, batches of 500, uvloop, everything else by default"
+OURS = "window 1,500, batches of 500, uvloop, everything else by default"
 PUBLISHED = "persistent, mandatory, confirmed"
 
 CONTENDERS = {
@@ -29,7 +29,7 @@ CONTENDERS = {
     "waiting messages": "5,000 waiting messages by the room of all tables",
     "after a tenth": "the same after a tenth of the messages",
     "relay": f"`outbox relay`: {OURS}; {PUBLISHED}",
-    "publish from memory": f"the ceiling: the relay's own publisher, uvloop, no database; {PUBLISHED}, 1,000 in flight",
+    "publish from memory": f"the ceiling: the relay's own publisher, uvloop, no database; {PUBLISHED}, 1,500 in flight",
     "aio-pika publish, gather": f"claim 500, `asyncio.gather` of aio-pika's `publish`, mark; uvloop; {PUBLISHED}",
     "unkeyed": "the relay, messages without a key",
     "10,000 keys": "the relay, 10,000 keys in turn; strict: `strict_keys` on",

@@ -16,7 +16,7 @@ import servers
 from bench.measure import Bench
 from outbox.config import RelaySettings
 
-BATCH, WINDOW = 500, 1000
+BATCH, WINDOW = 500, 1500
 KINDS = ("classic", "quorum")
 
 

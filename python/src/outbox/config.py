@@ -24,7 +24,7 @@ class RelaySettings:
     once: bool = knob(default=False, text="send what is ready now, then exit")
     batch_size: int = knob(500, "messages claimed at a time", "N")
     max_bytes: int = knob(8 * 1024 * 1024, "bytes of bodies claimed at a time", "N")
-    window: int = knob(1000, "messages claimed and not yet marked, at most: so many can come twice after a crash", "N")
+    window: int = knob(1500, "messages claimed and not yet marked, at most: so many can come twice after a crash", "N")
     lease: float = knob(120.0, "how long a claimed batch is ours", "SECONDS")
     confirm_timeout: float = knob(30.0, "after so long without a confirm, stop sending and wait", "SECONDS")
     send_timeout: float = knob(10.0, "the same when the socket does not take the data", "SECONDS")
