@@ -119,7 +119,7 @@ declare
     v_floors    bigint[];
     v_safe_id   bigint;
     v_look_due  boolean;
-    v_due       boolean;
+    v_due       boolean := false;
     v_held      boolean;
     v_candidates refcursor;
     v_candidate record;
@@ -164,7 +164,9 @@ begin
     limit 1;
     v_look_due := coalesce(v_look_due, true);
     -- Asked once for all lanes: otherwise each of 64 would be looked into twice.
-    v_due := v_look_due and exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
+    if v_look_due then
+        v_due := exists (select from outbox.message as m where m.due_at is not null and m.due_at <> 'infinity');
+    end if;
     v_held := exists (select from outbox.held_key);
     -- What may have killed a relay leaves alone: taken with empty hands, and nothing beside it until it is settled. Every
     -- other claim begins with it.
@@ -321,12 +323,15 @@ begin
         );
     end if;
 
+    if v_ids = '{}' then
+        return;
+    end if;
+
     -- This commit is the fence between an emit with synchronous_commit = off and its publishing. It need not sync when all
     -- that it hands out was committed as it began and is on disk by now: the usual case, because emits sync. For many
     -- messages asking costs more.
     -- (A set clause of the function would have ended before the commit.)
-    if v_ids <> '{}'
-       and current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
+    if current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
        and (pg_current_wal_flush_lsn() < v_written
             or cardinality(v_tids) > 20
             or current_setting('synchronous_standby_names') <> ''
@@ -336,7 +341,7 @@ begin
     end if;
 
     -- By place, not by id: in lanes that we hold no row moves, and 500 walks down the primary key are saved. In the order of
-    -- _take(): what was due, what was held, what is ready.
+    -- _take(), lane by lane: what was due, what was held, what is ready. _held_by() sees at once that it is the same.
     v_exchange := outbox._value_of('default_exchange');
     return query
     select

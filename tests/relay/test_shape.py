@@ -30,9 +30,9 @@ def test_drivers_stay_in_their_rooms() -> None:
         }
         for driver in ("psycopg", "aio_pika", "aiormq", "pamqp")
     }
-    # Beside store.py only what reads an address, and commands that talk to the database themselves; never the loop.
+    # Beside them only what reads an address, and commands that talk to the database themselves; never the loop.
     addresses, commands = {"check.py", "options.py", "supervise.py", "tls.py"}, {"database_commands.py", "operate.py"}
-    assert users["psycopg"] == {"store.py"} | addresses | commands
+    assert users["psycopg"] == {"session.py", "store.py"} | addresses | commands
     consumers = {"courier.py", "dead_letters.py", "source_amqp.py", "worker.py"}
     assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"publish.py", "check.py"} | consumers
 

@@ -18,7 +18,8 @@ from outbox import store
 from outbox.config import RelaySettings
 from outbox.errors import ConfigurationError, OutboxError, UnavailableError
 from outbox.publish import Publisher, within
-from outbox.store import Store, connection_settings, translated
+from outbox.session import connection_settings, translated
+from outbox.store import Store
 from outbox.tls import is_local
 
 FACTS = """
@@ -78,22 +79,23 @@ async def check(every: Mapping[str, RelaySettings]) -> int:
 
 
 async def check_database(what: str, settings: RelaySettings, report: Report) -> str:
-    async with translated(None):
+    with translated(None):
         connection = await psycopg.AsyncConnection.connect(
             settings.dsn, autocommit=True, **connection_settings(settings.dsn)
         )
-    async with connection, translated(connection):
-        facts = await (await connection.execute(FACTS)).fetchone()
-        assert facts is not None
-        version, role, tls = facts
-        report.say("ok", f"{what}: PostgreSQL {version}, role {role}, {tls or 'not encrypted'}")
-        parts = conninfo_to_dict(settings.dsn)
-        if (
-            not is_local(parts)
-            and (connection_settings(settings.dsn).get("sslmode") or parts.get("sslmode")) not in ENOUGH
-        ):
-            report.say("note", f"{what}: its certificate is not verified; sslmode=verify-full does that")
-        denied = [name for (name,) in await (await connection.execute(DENIED, [CALLED])).fetchall()]
+    async with connection:
+        with translated(connection):
+            facts = await (await connection.execute(FACTS)).fetchone()
+            assert facts is not None
+            version, role, tls = facts
+            report.say("ok", f"{what}: PostgreSQL {version}, role {role}, {tls or 'not encrypted'}")
+            parts = conninfo_to_dict(settings.dsn)
+            if (
+                not is_local(parts)
+                and (connection_settings(settings.dsn).get("sslmode") or parts.get("sslmode")) not in ENOUGH
+            ):
+                report.say("note", f"{what}: its certificate is not verified; sslmode=verify-full does that")
+            denied = [name for (name,) in await (await connection.execute(DENIED, [CALLED])).fetchall()]
     own = Store(settings)
     try:
         if denied:

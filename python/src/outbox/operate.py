@@ -19,7 +19,7 @@ from outbox.config import RelaySettings
 from outbox.emit import emit as emit_message
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.options import add_options, read_dsn
-from outbox.store import connection_settings, translate
+from outbox.session import connection_settings, translate
 
 STATS = "select * from outbox.stats()"
 PAUSE = "select outbox.pause()"
