@@ -64,6 +64,8 @@ def place(bench: Bench, kind: str) -> Iterator[Place]:
     manage = servers.manage
     manage(bench.management, "PUT", f"vhosts/{name}", {})
     arguments = {"x-queue-type": kind}
+    if kind == "classic":
+        arguments["x-queue-version"] = 2
     manage(bench.management, "PUT", f"exchanges/{name}/outbox", {"type": "topic", "durable": True})
     manage(bench.management, "PUT", f"queues/{name}/bench", {"durable": True, "arguments": arguments})
     manage(bench.management, "POST", f"bindings/{name}/e/outbox/q/bench", {"routing_key": "#"})
