@@ -14,7 +14,8 @@ import aio_pika
 from bench.measure import Bench, Case, Contender, Row, compare, take_turns
 from bench.place import BATCH, KINDS, WINDOW, Place, place
 from outbox import MessageRelay, loop
-from outbox.publish import SENT, Publisher
+from outbox.confirms import SENT
+from outbox.publish import Publisher
 from outbox.store import Store
 
 Work = Callable[[Place, int], Coroutine[None, None, float]]

@@ -19,7 +19,8 @@ from pamqp.body import ContentBody
 from pamqp.frame import marshal
 
 from harness import message
-from outbox.publish import ConfirmChannel, content_header, encode_one, publish_frame
+from outbox.confirms import ConfirmChannel
+from outbox.frames import content_header, encode_one, publish_frame
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:

@@ -19,7 +19,8 @@ from pamqp.frame import marshal
 from harness import Management, Proxy, Queue, message
 from outbox.config import RelaySettings
 from outbox.errors import BrokerUnavailableError
-from outbox.publish import BEHIND, EXPIRED, REFUSED, SENT, UNROUTABLE, Failed, Outcome, Publisher, Unknown
+from outbox.confirms import BEHIND, EXPIRED, REFUSED, SENT, UNROUTABLE, Failed, Outcome, Unknown
+from outbox.publish import Publisher
 from outbox.store import ClaimedMessage
 
 QUICK: dict[str, Any] = {"confirm_timeout": 1.0, "send_timeout": 0.5, "heartbeat": 1}

@@ -30,9 +30,9 @@ from aiormq.exceptions import (
 from pamqp.commands import Basic
 from yarl import URL
 
+from outbox.confirms import describe
 from outbox.errors import BrokerUnavailableError, ConfigurationError
 from outbox.options import UNREADABLE
-from outbox.publish import describe
 from outbox.tls import broker_tls
 from outbox.topology import Topology
 

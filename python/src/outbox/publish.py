@@ -1,4 +1,4 @@
-"""The only AMQP of the relay: one write per batch, confirms as a watermark, one outcome for each message."""
+"""The relay's session with the broker: one write per batch, one outcome for each message."""
 
 from __future__ import annotations
 
@@ -7,161 +7,27 @@ import contextlib
 import logging
 import socket
 import struct
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Any, Self
 
-from aiormq.abc import ChannelFrame, ConfirmationFrameType
-from aiormq.channel import Channel
-from aiormq.connection import EXCEPTION_MAPPING, Connection, TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import AMQPError, ChannelClosed, ChannelNotFoundEntity, ConnectionClosed
-from pamqp import commands, encode, header
-from pamqp.frame import marshal
+from aiormq.connection import Connection, TCPTransportFactory, TLSTransportFactory, TransportFactory
+from aiormq.exceptions import AMQPError, ChannelClosed, ChannelNotFoundEntity
 from yarl import URL
 
 from outbox.config import RelaySettings
+from outbox.confirms import BEHIND, EXPIRED, SENT, ConfirmChannel, Failed, Flight, Outcome, Unknown, describe
 from outbox.errors import BrokerUnavailableError, ConfigurationError, ExchangeMissingError
+from outbox.frames import FRAME_OVERHEAD, ExpiredError, encode_one
 from outbox.options import UNREADABLE
 from outbox.store import ClaimedMessage
 from outbox.tls import broker_tls
 
 CONNECT_TIMEOUT = 10.0
 CLOSE_TIMEOUT = 3.0
-LONGEST_EXPIRATION = 315_360_000_000  # ms; on more than that the broker closes the channel
-HEADER, BODY, FRAME_END, FRAME_OVERHEAD = 2, 3, b"\xce", 8
-CONNECTION_FORCED = 320
-CODES = {kind: code for code, kind in EXCEPTION_MAPPING.items()}
 # At DEBUG they write whole messages, whoever runs the relay and however much that program logs.
 for name in ("aio_pika", "aiormq"):
     logging.getLogger(name).setLevel(logging.INFO)
-frame_head = struct.Struct(">BHI").pack
-content_head = struct.Struct(">HHQH").pack
-seconds = struct.Struct(">Q").pack
-plain_size = struct.Struct(">QH").pack
-plain_end = struct.Struct(">QcBHI").pack
-PLAIN = 0x90C0  # has content type, delivery mode, message id, timestamp
-UUID_LENGTH = 36
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The broker took responsibility: it answered with a Basic.Ack."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A verdict about this message; it counts as an attempt unless the fault is the broker's."""
-
-    error: str
-    reason: str | None = None
-    counts: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """No verdict: it may or may not have arrived. `code` is the broker's, if one in flight made it cut off all."""
-
-    error: str
-    code: int = 0
-
-
-Outcome = Sent | Failed | Unknown
-SENT = Sent()
-REFUSED = Failed("the broker refused it (Basic.Nack): a queue is full, or has lost its leader", counts=False)
-UNROUTABLE = Failed("no queue is bound for this routing key", "unroutable")
-EXPIRED = Failed("its time was over before it could be sent", "expired")
-BEHIND = Unknown("not sent: one before it was not confirmed")
-
-
-class Flight:
-    """Messages that were written together, and what is known of each. Their delivery tags count up from `first`."""
-
-    def __init__(self, messages: Sequence[ClaimedMessage], first: int) -> None:
-        self.messages = messages
-        self.first, self.end = first, first + len(messages)
-        self.low = first  # the watermark: everything below is answered
-        self.open = len(messages)
-        self.outcomes: list[Outcome | None] = [None] * len(messages)
-        self.done = asyncio.get_running_loop().create_future()
-
-    def answer(self, begin: int, end: int, outcome: Outcome) -> None:
-        """Gives the outcome to those tags from begin up to (not including) end that have none."""
-        begin, end = max(begin, self.low), min(end, self.end)
-        for place in range(begin - self.first, end - self.first):
-            if self.outcomes[place] is None:
-                self.outcomes[place] = outcome
-                self.open -= 1
-        if begin == self.low:
-            self.low = max(self.low, end)
-        if self.open == 0 and not self.done.done():
-            self.done.set_result(None)
-
-
-class ConfirmChannel(Channel):
-    """A channel of the library that keeps a watermark instead of a future per message."""
-
-    def __init__(self, connection: Connection, number: int) -> None:
-        super().__init__(connection, number, publisher_confirms=True, frame_buffer=1000)
-        self.flights: deque[Flight] = deque()
-        self.next_tag = 1
-        self.last_returned = 0
-        self.answered = False
-        self.moved = asyncio.Event()
-        self.reason: Unknown | None = None  # why it is closed
-        self.closing.add_done_callback(self._on_closed)
-
-    def write(self, messages: Sequence[ClaimedMessage], payload: bytes) -> tuple[Flight, asyncio.Future[None]]:
-        """Hands over the whole batch at once. The second value is done when the socket has taken it."""
-        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Not waiting for a place: what is written after the answer to a Channel.Close ends the whole connection.
-        self.write_queue.put_nowait(ChannelFrame(payload=payload, should_close=False, drain_future=drained))
-        flight = Flight(messages, self.next_tag)
-        self.next_tag = flight.end
-        self.flights.append(flight)
-        return flight, drained
-
-    async def _on_confirm_frame(self, frame: ConfirmationFrameType) -> None:
-        tag, multiple = frame.delivery_tag or 0, getattr(frame, "multiple", False)
-        outcome = SENT if isinstance(frame, commands.Basic.Ack) else REFUSED
-        for flight in self.flights:
-            if flight.first <= tag:
-                flight.answer(flight.first if multiple else tag, tag + 1, outcome)
-        while self.flights and not self.flights[0].open:
-            self.flights.popleft()
-        self.answered = True
-        self.moved.set()
-
-    async def _on_return_frame(self, frame: commands.Basic.Return) -> None:
-        head = await self._get_frame()
-        assert isinstance(head, header.ContentHeader)
-        returned = await self._read_content(frame, head)
-        wire = (head.properties.message_id, frame.exchange, frame.routing_key, returned.body)
-        # Returns come in the order of publishing, each before its ack. A message_id need not be unique.
-        for flight in self.flights:
-            for tag in range(max(flight.low, self.last_returned + 1), flight.end):
-                message = flight.messages[tag - flight.first]
-                sent = (message.message_id, message.exchange, message.routing_key, message.body)
-                if sent == wire and flight.outcomes[tag - flight.first] is None:
-                    self.last_returned = tag
-                    flight.answer(tag, tag + 1, UNROUTABLE)
-                    return
-        raise ConnectionError("the broker returned a message that is not in flight")
-
-    async def _on_close_frame(self, frame: commands.Channel.Close) -> None:
-        self.reason = Unknown(" ".join((frame.reply_text or "the channel was closed").split()), frame.reply_code or 0)
-        await super()._on_close_frame(frame)
-
-    def _on_closed(self, closing: asyncio.Future[Any]) -> None:
-        if self.reason is None:
-            error = None if closing.cancelled() else closing.exception()
-            self.reason = Unknown(describe(error), code_of(error))
-        for flight in self.flights:
-            flight.answer(flight.first, flight.end, self.reason)
-        self.flights.clear()
-        self.moved.set()
 
 
 class Transport(TransportFactory):
@@ -366,72 +232,6 @@ def encode_all(
     return outcomes, places, b"".join(parts)
 
 
-def encode_one(message: ClaimedMessage, age: float, channel: int, most: int) -> list[bytes]:
-    body, size = message.body, len(message.body)
-    if 0 < size <= most and not message.headers and not message.properties and message.expires_in is None:
-        # Most messages, in half the time.
-        before, after = plain_frames(channel, message.exchange, message.routing_key, message.content_type)
-        end = plain_end(int(message.created_at.timestamp()), FRAME_END, BODY, channel, size)
-        return [before, plain_size(size, PLAIN), after, message.message_id.encode(), end, body, FRAME_END]
-    head = content_header(message, size, age)
-    if len(head) > most:
-        raise ValueError("its headers do not fit into one frame")
-    method = publish_frame(channel, message.exchange, message.routing_key)
-    parts = [method, frame_head(HEADER, channel, len(head)), head, FRAME_END]
-    for start in range(0, size, most):
-        piece = body[start : start + most]
-        parts += (frame_head(BODY, channel, len(piece)), piece, FRAME_END)
-    return parts
-
-
-@lru_cache(10_000)
-def publish_frame(channel: int, exchange: str, routing_key: str) -> bytes:
-    return marshal(commands.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=True), channel)
-
-
-@lru_cache(10_000)
-def plain_frames(channel: int, exchange: str, routing_key: str, content_type: str) -> tuple[bytes, bytes]:
-    """What messages without options have in common: what comes before the size of the body, and after it."""
-    kind = encode.short_string(content_type)
-    length = len(content_head(60, 0, 0, 0) + kind + b"\x02\x24") + UUID_LENGTH + len(seconds(0))
-    before = publish_frame(channel, exchange, routing_key) + frame_head(HEADER, channel, length) + b"\x00\x3c\x00\x00"
-    return before, kind + b"\x02\x24"
-
-
-def content_header(message: ClaimedMessage, size: int, age: float) -> bytes:
-    """Properties in the order of their flags; every message has a type, delivery mode 2 (persistent), id and time."""
-    flags, fields = PLAIN, encode.short_string(message.content_type)
-    identity = b"\x24" + message.message_id.encode() + seconds(int(message.created_at.timestamp()))
-    if message.headers:
-        flags |= 0x2000
-        fields += encode.field_table(message.headers)
-    fields += b"\x02"
-    given = message.properties or {}
-    if "priority" in given:
-        flags |= 0x0800
-        fields += encode.octet(given["priority"])
-    for name, flag in (("correlation_id", 0x0400), ("reply_to", 0x0200)):
-        if name in given:
-            flags |= flag
-            fields += encode.short_string(given[name])
-    if message.expires_in is not None:
-        left = message.expires_in.total_seconds() - age
-        if left <= 0:
-            raise ExpiredError
-        flags |= 0x0100
-        fields += encode.short_string(str(min(max(int(left * 1000), 1), LONGEST_EXPIRATION)))
-    fields += identity
-    for name, flag in (("type", 0x0020), ("app_id", 0x0008)):
-        if name in given:
-            flags |= flag
-            fields += encode.short_string(given[name])
-    return content_head(60, 0, size, flags) + fields
-
-
-class ExpiredError(Exception):
-    """The message's life is over."""
-
-
 @contextlib.asynccontextmanager
 async def within(limit: float) -> AsyncIterator[None]:
     """What the library raises, or does not finish, when the broker is away."""
@@ -445,18 +245,3 @@ async def within(limit: float) -> AsyncIterator[None]:
         raise BrokerUnavailableError("the connection was lost") from error
     except (OSError, TimeoutError, AMQPError, RuntimeError) as error:
         raise BrokerUnavailableError(describe(error)) from error
-
-
-def code_of(error: BaseException | None) -> int:
-    """The broker's reply code, of which the library keeps the number only if it has no class for it.
-
-    0 if no message is to blame: the connection was lost without a word, or an operator closed it.
-    """
-    if not isinstance(error, ConnectionClosed):
-        return 0
-    code = CODES.get(type(error)) or next((part for part in error.args if isinstance(part, int)), 0)
-    return 0 if code == CONNECTION_FORCED else code
-
-
-def describe(error: BaseException | None) -> str:
-    return " ".join(str(error or "").split()) or (type(error).__name__ if error else "the connection was lost")

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from outbox.config import RelaySettings
+from outbox.confirms import BEHIND, SENT, Failed, Outcome, Unknown
 from outbox.errors import BrokerUnavailableError, ConfigurationError, OutboxError, UnavailableError
 from outbox.hooks import Failure, Teller
-from outbox.publish import BEHIND, SENT, Failed, Outcome, Publisher, Unknown
+from outbox.publish import Publisher
 from outbox.store import ClaimedMessage, Store
 
 logger = logging.getLogger(__name__)
@@ -257,25 +258,32 @@ class MessageRelay:
         try:
             outcomes = await self._publish(batch, batch.messages, alone=False)
             await self._settle(batch, batch.messages, outcomes)
-            if any(isinstance(outcome, Unknown) and outcome.code for outcome in outcomes):
-                # One of them closed the channel, or the connection, on all in flight. One by one tells which.
-                pairs = list(zip(batch.messages, outcomes, strict=True))
-                held = {message.key for message, outcome in pairs if isinstance(outcome, Failed)} - {None}
-                rest = [m for m, outcome in pairs if isinstance(outcome, Unknown) and m.key not in held]
-                self._careful += 1
-                try:
-                    again = await self._publish(batch, rest, alone=True)
-                finally:
-                    self._careful -= 1
-                await self._settle(batch, rest, again)
-                outcomes += again
-            self._take_stock(outcomes)
-            if any(isinstance(outcome, Unknown) for outcome in outcomes):
-                await self._persist(batch, "release", self._store.release, [])
+            if outcomes.count(SENT) == len(outcomes):
+                self._backoff.pop("broker", None)
+            else:
+                await self._follow_up(batch, outcomes)
         finally:
             self._tell("settled", batch.messages, monotonic() - batch.claimed_at)
             del self._batches[batch]
             self._wake.set()
+
+    async def _follow_up(self, batch: Batch, outcomes: list[Outcome]) -> None:
+        """What is to be done when not all of a batch arrived."""
+        if any(isinstance(outcome, Unknown) and outcome.code for outcome in outcomes):
+            # One of them closed the channel, or the connection, on all in flight. One by one tells which.
+            pairs = list(zip(batch.messages, outcomes, strict=True))
+            held = {message.key for message, outcome in pairs if isinstance(outcome, Failed)} - {None}
+            rest = [m for m, outcome in pairs if isinstance(outcome, Unknown) and m.key not in held]
+            self._careful += 1
+            try:
+                again = await self._publish(batch, rest, alone=True)
+            finally:
+                self._careful -= 1
+            await self._settle(batch, rest, again)
+            outcomes += again
+        self._take_stock(outcomes)
+        if any(isinstance(outcome, Unknown) for outcome in outcomes):
+            await self._persist(batch, "release", self._store.release, [])
 
     async def _publish(self, batch: Batch, messages: list[ClaimedMessage], *, alone: bool) -> list[Outcome]:
         """One outcome for each message. After one that fails, no other of its key is sent."""
@@ -336,14 +344,20 @@ class MessageRelay:
     # --- settling
 
     async def _settle(self, batch: Batch, messages: Sequence[ClaimedMessage], outcomes: Sequence[Outcome]) -> None:
-        pairs = list(zip(messages, outcomes, strict=True))
-        sent = [message for message, outcome in pairs if outcome is SENT]
-        failed = [Failure(m, o.error, o.reason) for m, o in pairs if isinstance(o, Failed)]
+        sent = [message for message, outcome in zip(messages, outcomes, strict=True) if outcome is SENT]
         if sent:
             await self._persist(batch, "sent", self._store.mark_sent, [message.id for message in sent])
             self.sent += len(sent)
             self.last_sent = time()
             self._tell("sent", sent)
+        failed = 0
+        if len(sent) < len(messages):
+            failed = await self._settle_failed(batch, list(zip(messages, outcomes, strict=True)))
+        logger.debug("batch settled", extra={"action": "settle", "sent": len(sent), "failed": failed,
+                     "open": len(messages) - len(sent) - failed})  # fmt: skip
+
+    async def _settle_failed(self, batch: Batch, pairs: Sequence[tuple[ClaimedMessage, Outcome]]) -> int:
+        failed = [Failure(m, o.error, o.reason) for m, o in pairs if isinstance(o, Failed)]
         for counts in (True, False):
             bad = [(m.id, o.error, o.reason) for m, o in pairs if isinstance(o, Failed) and o.counts is counts]
             if bad:
@@ -360,8 +374,7 @@ class MessageRelay:
                     self._tell(
                         "dead_lettered", [f._replace(reason=dead[f.message.id]) for f in failed if f.message.id in dead]
                     )
-        logger.debug("batch settled", extra={"action": "settle", "sent": len(sent), "failed": len(failed),
-                     "open": len(messages) - len(sent) - len(failed)})  # fmt: skip
+        return len(failed)
 
     def _take_stock(self, outcomes: Sequence[Outcome]) -> None:
         """A batch that got nowhere is not worth another try at once."""
