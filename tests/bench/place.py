@@ -63,8 +63,8 @@ def place(bench: Bench, kind: str) -> Iterator[Place]:
     name = f"bench-{uuid.uuid4().hex[:8]}"
     manage = servers.manage
     manage(bench.management, "PUT", f"vhosts/{name}", {})
-    arguments = {"x-queue-type": kind}
-    if kind == "classic":
+    arguments: dict[str, Any] = {"x-queue-type": kind}
+    if kind == "classic":  # since RabbitMQ 4 there is no other version
         arguments["x-queue-version"] = 2
     manage(bench.management, "PUT", f"exchanges/{name}/outbox", {"type": "topic", "durable": True})
     manage(bench.management, "PUT", f"queues/{name}/bench", {"durable": True, "arguments": arguments})

@@ -18,8 +18,8 @@ from pamqp.frame import marshal
 
 from harness import Management, Proxy, Queue, message
 from outbox.config import RelaySettings
-from outbox.errors import BrokerUnavailableError
 from outbox.confirms import BEHIND, EXPIRED, REFUSED, SENT, UNROUTABLE, Failed, Outcome, Unknown
+from outbox.errors import BrokerUnavailableError
 from outbox.publish import Publisher
 from outbox.store import ClaimedMessage
 

@@ -33,7 +33,8 @@ def test_drivers_stay_in_their_rooms() -> None:
     # Beside them only what reads an address, and commands that talk to the database themselves; never the loop.
     addresses, commands = {"check.py", "options.py", "supervise.py", "tls.py"}, {"database_commands.py", "operate.py"}
     assert users["psycopg"] == {"session.py", "store.py"} | addresses | commands
-    relay, consumers = {"publish.py", "confirms.py", "frames.py"}, {"courier.py", "dead_letters.py", "source_amqp.py", "worker.py"}
+    relay = {"publish.py", "confirms.py", "frames.py"}
+    consumers = {"courier.py", "dead_letters.py", "source_amqp.py", "worker.py"}
     assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"check.py"} | relay | consumers
 
 
