@@ -14,11 +14,18 @@
 
 -- code: re-created whole at every upgrade
 \ir functions/00_internal.sql
+\ir functions/10_check.sql
 \ir functions/10_emit.sql
+\ir functions/10_emit_many.sql
+\ir functions/10_cancel.sql
+\ir functions/20_wait.sql
 \ir functions/20_claim.sql
+\ir functions/20_take.sql
+\ir functions/40_horizon.sql
 \ir functions/40_mark.sql
 \ir functions/45_fail.sql
 \ir functions/50_cleanup.sql
+\ir functions/60_configure.sql
 \ir functions/60_watch.sql
 \ir functions/70_access.sql
 \ir functions/80_inbox.sql

@@ -19,7 +19,7 @@ PACKAGES = ("faststream-outbox[asyncpg]==0.19.0", "faststream[rabbit]==0.7.8", "
 DRAIN = {
     "max_workers": 32,
     "fetch_batch_size": 500,
-    "terminal_flush_batch_size": 100,
+    "terminal_flush_batch_size": 200,
     "min_fetch_interval": 0.01,
     "max_fetch_interval": 1.0,
 }
@@ -27,11 +27,11 @@ DRAIN = {
 LATENCY = {
     10: DRAIN | {"max_workers": 16, "terminal_flush_batch_size": 1},
     100: DRAIN | {"max_workers": 16, "terminal_flush_batch_size": 1},
-    1000: DRAIN | {"max_workers": 4, "fetch_batch_size": 100},
+    1000: DRAIN | {"max_workers": 4, "fetch_batch_size": 100, "terminal_flush_batch_size": 100},
 }
 SETTINGS = (
     f"{PACKAGES[0]} with {PACKAGES[1]} and {PACKAGES[2]}, in a process of its own: "
-    "max_workers=32, fetch_batch_size=500, terminal_flush_batch_size=100 for drains; "
+    "max_workers=32, fetch_batch_size=500, terminal_flush_batch_size=200 for drains; "
     "4, 100 and 100 for latency at 1,000/s, 16, 500 and 1 below; "
     "LISTEN, its own autovacuum settings, no logging, no validation of arguments; "
     "persistent, mandatory, confirmed, returns raise"

@@ -273,7 +273,7 @@ async def test_bug_in_any_task_ends_it(
     async def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("outbox.relay.CLEANUP_EVERY", 0.1)
+    monkeypatch.setattr("outbox.claimer.CLEANUP_EVERY", 0.1)
     monkeypatch.setattr(kind, name, broken)
     databases.query(dsn, "select outbox.emit('order.created', '{}')")
     with pytest.raises(ZeroDivisionError):

@@ -34,7 +34,7 @@ def test_drivers_stay_in_their_rooms() -> None:
     addresses, commands = {"check.py", "options.py", "supervise.py", "tls.py"}, {"database_commands.py", "operate.py"}
     assert users["psycopg"] == {"session.py", "store.py"} | addresses | commands
     relay = {"publish.py", "confirms.py", "frames.py"}
-    consumers = {"courier.py", "dead_letters.py", "source_amqp.py", "worker.py"}
+    consumers = {"courier.py", "dead_letters.py", "delivery.py", "source_amqp.py", "worker.py"}
     assert users["aio_pika"] | users["aiormq"] | users["pamqp"] == {"check.py"} | relay | consumers
 
 

@@ -59,7 +59,7 @@ async def both(
 
 
 async def test_restart_and_kill(pair: servers.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.source_amqp.BACKOFF_LAST", 0.5)  # a restart takes seconds, and so would the waiting
+    monkeypatch.setattr("outbox.backoff.LAST", 0.5)  # a restart takes seconds, and so would the waiting
     broker = Own(pair)
     seen: dict[str, set[int]] = defaultdict(set)
 

@@ -6,22 +6,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from time import monotonic, time
 from typing import Any
 
-from aio_pika import IncomingMessage
 from aio_pika.abc import AbstractConnection
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
+from outbox.backoff import Backoff
 from outbox.courier import (
     ANSWER_TIMEOUT,
     ATTEMPT_HEADER,
     CLOSE_TIMEOUT,
     EXPIRES_HEADER,
-    ROUTING_KEY_HEADER,
     Address,
     Courier,
     LoginError,
@@ -30,18 +28,16 @@ from outbox.courier import (
     is_lost,
     unavailable,
 )
+from outbox.delivery import Delivery, autopsy
 from outbox.errors import BrokerUnavailableError
 from outbox.handle import Dead, Done, Failed, Handling, Incoming, Outcome, next_delay
 from outbox.listener import DEAD_SUFFIX, Listener
-from outbox.relay import jittered
 from outbox.topology import Topology, dead_letter_exchange, delay_name
 from outbox.worker_metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_FIRST, BACKOFF_LAST = 0.2, 10.0
 CHECK_EVERY = 30.0
-NEVER = float("inf")
 # A message that has come back so often may be what kills workers. Once happens at every lost connection.
 SUSPECT = 2
 
@@ -54,47 +50,6 @@ class AmqpSettings:
     prefetch_count: int
     declare: bool
     shutdown: float
-
-
-@dataclass(eq=False, slots=True)
-class Delivery:
-    """A message in our hands, and the channel on which it is to be acknowledged."""
-
-    listener: Listener
-    message: DeliveredMessage
-    channel: Any
-    raw: IncomingMessage | None = None
-    came: float = field(default_factory=time)
-
-    def as_aio_pika(self) -> IncomingMessage:
-        self.raw = self.raw or IncomingMessage(self.message)
-        return self.raw
-
-    @property
-    def headers(self) -> dict[str, Any]:
-        return self.message.header.properties.headers or {}
-
-    @property
-    def routing_key(self) -> str:
-        """The one it was published with: a retry comes by the name of its queue."""
-        found = self.headers.get(ROUTING_KEY_HEADER)
-        return found if isinstance(found, str) else self.message.routing_key or ""
-
-    @property
-    def attempt(self) -> int:
-        found = self.headers.get(ATTEMPT_HEADER)
-        return found if isinstance(found, int) and found > 0 else 1
-
-    @property
-    def returned(self) -> int:
-        """How often it has come back, which only a quorum queue counts."""
-        found = self.headers.get("x-delivery-count")
-        return found if isinstance(found, int) else 0
-
-    @property
-    def expires_at(self) -> float:
-        found = self.headers.get(EXPIRES_HEADER)
-        return found / 1000 if isinstance(found, int) else NEVER
 
 
 class Gate:
@@ -162,7 +117,7 @@ class AmqpSource:
         self._lost.set()
 
     async def run(self) -> None:
-        seconds = BACKOFF_FIRST
+        backoff = Backoff()
         try:
             while not self._stopping.is_set():
                 try:
@@ -175,10 +130,11 @@ class AmqpSource:
                     self._report(str(error))
                 if self._error is not None:
                     raise self._error
-                seconds = BACKOFF_FIRST if self.ready.is_set() else min(seconds * 2, BACKOFF_LAST)
+                if self.ready.is_set():
+                    backoff.reset()
                 self.ready.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(jittered(seconds)):
+                    async with asyncio.timeout(backoff.pause()):
                         await self._stopping.wait()
         finally:
             await self._finish()
@@ -373,14 +329,13 @@ class AmqpSource:
 
     async def _publish(self, exchange: str, properties: Basic.Properties, queue: str, body: bytes) -> None:
         """Until it gets through. Meanwhile the original stays in our hands, and nobody handles it a second time."""
-        seconds = BACKOFF_FIRST
+        backoff = Backoff()
         while True:
             try:
                 await self._courier.publish(exchange, queue, properties, body)
             except BrokerUnavailableError as error:
                 self._report(str(error))
-                await asyncio.sleep(jittered(seconds))
-                seconds = min(seconds * 2, BACKOFF_LAST)
+                await asyncio.sleep(backoff.pause())
                 if self._settings.declare:
                     with contextlib.suppress(BrokerUnavailableError):
                         await self._courier.prepare(self._topology, declare=True)
@@ -405,16 +360,3 @@ class AmqpSource:
             fields = {"action": "trouble", "what": "broker", "error": problem}
             logger.warning("broker unavailable, trying again", extra=fields)
         self._trouble = problem
-
-
-def autopsy(delivery: Delivery, outcome: Dead) -> dict[str, Any]:
-    """The headers of a dead letter."""
-    found = {
-        ATTEMPT_HEADER: delivery.attempt,
-        "x-outbox-queue": delivery.listener.queue,
-        "x-outbox-dead-reason": outcome.reason,
-        "x-outbox-dead-at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "x-outbox-error-class": outcome.kind,
-        "x-outbox-error": outcome.text,
-    }
-    return {name: value for name, value in found.items() if value != ""}

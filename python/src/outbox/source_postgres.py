@@ -10,11 +10,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from outbox.claimer import Batch, Claimer
 from outbox.config import RelaySettings
 from outbox.handle import Dead, Done, Failed, Handling, Incoming, Outcome, next_delay
 from outbox.listener import Listener, matches
-from outbox.publish import Publisher
-from outbox.relay import Batch, MessageRelay
 from outbox.store import ClaimedMessage, Store
 from outbox.worker_metrics import Metrics
 
@@ -32,7 +31,7 @@ class PostgresSource:
     poll: float = 1.0
 
 
-class Direct(MessageRelay):
+class Direct(Claimer):
     """Claims, leases, sleeps and wakes as a relay does; but hands messages to listeners instead of a broker."""
 
     what_is_ready = "worker ready"
@@ -49,23 +48,21 @@ class Direct(MessageRelay):
         prefetch_count: int,
         shutdown: float,
     ) -> None:
-        knobs: dict[str, Any] = {
-            "batch_size": prefetch_count,
-            "window": 3 * prefetch_count,
-            "lease": source.lease,
-            "poll": source.poll,
-        }
-        # No broker: what concerns one is not looked at.
-        super().__init__(source.dsn, "amqp://", shutdown=shutdown, **knobs)
-        self._store = Store(self._settings, kind="worker: ")
+        settings = RelaySettings(
+            dsn=source.dsn,
+            amqp_url="amqp://",  # no broker: what concerns one is not looked at
+            batch_size=prefetch_count,
+            window=3 * prefetch_count,
+            lease=source.lease,
+            poll=source.poll,
+            shutdown=shutdown,
+        )
+        super().__init__(settings, Store(settings, kind="worker: "))
         self._exchange, self._listeners = exchange, listeners
         self._handling, self._metrics = handling, metrics
         self._delays = retry_delays
         self._slots = asyncio.Semaphore(prefetch_count)
         self.ready = asyncio.Event()
-
-    async def _broker(self, *, patiently: bool = True) -> Publisher | None:  # noqa: ARG002 - as a relay calls it
-        return None if self._stopping.is_set() else Listening(self._settings)
 
     async def _forward(self) -> None:
         self.ready.set()
@@ -168,19 +165,3 @@ class Direct(MessageRelay):
         if not outcome.counts:
             return delays[0] if delays else 1.0
         return next_delay(message.attempts + 1, delays)
-
-
-class Listening(Publisher):
-    """In the place of a broker: always there, never in trouble."""
-
-    def __init__(self, settings: RelaySettings) -> None:
-        super().__init__(settings)
-        self.proven = True
-
-    @property
-    def is_open(self) -> bool:
-        return True
-
-    @property
-    def trouble(self) -> str | None:
-        return None
