@@ -14,7 +14,7 @@ import psycopg
 
 from bench import peer
 from bench.measure import Bench, Case, Contender, Row, compare, progress
-from bench.place import KINDS, Place, body, place
+from bench.place import KINDS, OLD_KIND, Place, body, place
 from bench.processes import Cost, drain, resident, running
 
 ROOM = """
@@ -63,7 +63,7 @@ def relays(kind: str) -> Case:
         one, two, theirs_ = (
             Contender(fleet.name, lambda: 0.0, [cost.rate for cost in fleet.costs]) for fleet in fleets
         )
-        yield from compare(f"processes, {kind}", [one, theirs_], 0, {"faststream-outbox": 6.0})
+        yield from compare(f"processes, {kind}", [one, theirs_], 0, {"faststream-outbox": 6.0} if kind in KINDS else {})
         yield from compare(f"two relays, {kind}", [two, one], 0, {})
         for part, who in (("relay", "relay"), ("postgres", "PostgreSQL"), ("broker", "RabbitMQ")):
             pair = [
@@ -130,4 +130,8 @@ def growth(bench: Bench) -> Iterator[Row]:
         yield Row(f"growth, {what}", "after a tenth", first / last, first / last, first / last, reach, rates, "MB")
 
 
-CASES: dict[str, Case] = {**{f"relays-{kind}": relays(kind) for kind in KINDS}, "growth": growth}
+CASES: dict[str, Case] = {
+    **{f"relays-{kind}": relays(kind) for kind in KINDS},
+    "relays-v1": relays(OLD_KIND),
+    "growth": growth,
+}

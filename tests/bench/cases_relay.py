@@ -12,7 +12,7 @@ from functools import partial
 import aio_pika
 
 from bench.measure import Bench, Case, Contender, Row, compare, take_turns
-from bench.place import BATCH, KINDS, WINDOW, Place, place
+from bench.place import BATCH, KINDS, OLD_KIND, WINDOW, Place, place
 from outbox import MessageRelay, loop
 from outbox.confirms import SENT
 from outbox.publish import Publisher
@@ -117,15 +117,16 @@ def rate(where: Place, work: Work, count: int, *, keys: int = 0, strict: str = "
 def drain(kind: str) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
         # For about two seconds: a quorum queue takes twice as many.
-        count = bench.size(30_000 if kind == "classic" else 60_000, 5_000)
+        count = bench.size(60_000 if kind == "quorum" else 30_000, 5_000)
+        rounds = bench.size(7, 2) if kind in KINDS else bench.size(3, 1)
         with place(bench, kind) as where:
             contenders = [
                 Contender("relay", lambda: rate(where, relay, count)),
                 Contender("publish from memory", lambda: rate(where, publish_from_memory, count)),
                 Contender("aio-pika publish, gather", lambda: rate(where, gather, count)),
             ]
-            reach = {"publish from memory": 0.85, "aio-pika publish, gather": 2.5}
-            yield from compare(f"drain, {kind}", contenders, bench.size(7, 2), reach)
+            reach = {"publish from memory": 0.85, "aio-pika publish, gather": 2.5} if kind in KINDS else {}
+            yield from compare(f"drain, {kind}", contenders, rounds, reach)
             # The same numbers: what the client itself can do must be worth reaching.
             yield from compare(f"ceiling, {kind}", contenders[1:], 0, {"aio-pika publish, gather": 2.5})
 
@@ -168,6 +169,7 @@ def bodies(kind: str) -> Case:
 
 CASES: dict[str, Case] = {
     **{f"drain-{kind}": drain(kind) for kind in KINDS},
+    "drain-v1": drain(OLD_KIND),
     **{f"keys-{kind}": keyed(kind) for kind in KINDS},
     **{f"bodies-{kind}": bodies(kind) for kind in KINDS},
 }

@@ -55,6 +55,8 @@ def restart_both(pair: servers.Servers) -> None:
 
 
 def suffer(own: Stage, pair: servers.Servers, fault: Fault, times: int = 1) -> None:
+    if fault in (kill_broker, restart_both):
+        own.await_registered()
     own.relay()
     for _ in own.rounds(times):
         own.note(f"{fault.__name__} begins")
