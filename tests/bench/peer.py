@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 VENV = databases.BUILD / "bench-peer"
 PACKAGES = ("faststream-outbox[asyncpg]==0.19.0", "faststream[rabbit]==0.7.8", "uvloop==0.23.0")
 
-# The best of those that peer_settings.py tries. From 32 workers on its own core is full.
+# peer_settings.py compares them with others. From 32 workers on its own core is full.
 DRAIN = {
     "max_workers": 32,
     "fetch_batch_size": 500,

@@ -31,7 +31,7 @@ WINDOW = 200
 LEASE = 6.0
 PATIENCE = 60.0
 RECOVERY = 30.0
-# What RabbitMQ 3.10 notes about a new quorum queue reaches its file seconds later (Erlang's dets writes after 3).
+# How old a quorum queue must be: one killed at 1 s, with RabbitMQ 3.10, came back without its log and without a leader.
 REGISTERED = 5.0
 QUIET = 1.0
 LINES = 50  # of complaint in a relay's log, whatever happens

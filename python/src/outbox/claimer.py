@@ -54,7 +54,7 @@ class Batch:
 class Claimer(ABC):
     """Takes messages from one database until stop() is called; who inherits from it says where they go."""
 
-    what_is_ready = "ready"
+    what_is_ready: str  # the words for it in the log
 
     def __init__(self, settings: RelaySettings, store: Store, hooks: Sequence[object] = ()) -> None:
         self._settings, self._store = settings, store
@@ -83,7 +83,7 @@ class Claimer(ABC):
 
     @abstractmethod
     async def _deliver(self, batch: Batch) -> None:
-        """Carries a batch away and settles it; then takes it from the batches, and wakes the loop."""
+        """Carries a batch away and settles it."""
 
     async def _reach(self) -> bool:
         """Waits until there is somebody to deliver to. False: it is time to stop."""
@@ -196,11 +196,18 @@ class Claimer(ABC):
         if messages:
             self._found, self._in_vain = begun, False
             batch = Batch(token, messages, begun, begun, self._store.sessions)
-            self._batches[batch] = self._tasks.create_task(self._deliver(batch))
+            self._batches[batch] = self._tasks.create_task(self._carry(batch))
         self._buried = bool(self._store.put_aside)
         if self._buried:
             await self._tell_put_aside()
         return batch
+
+    async def _carry(self, batch: Batch) -> None:
+        try:
+            await self._deliver(batch)
+        finally:
+            del self._batches[batch]
+            self._wake.set()
 
     async def _tell_put_aside(self) -> None:
         """What claims found expired, or to have killed relays. Claiming waits for it, delivering does not."""

@@ -79,8 +79,6 @@ class MessageRelay(Claimer):
                 await self._follow_up(batch, outcomes)
         finally:
             self._tell("settled", batch.messages, monotonic() - batch.claimed_at)
-            del self._batches[batch]
-            self._wake.set()
 
     async def _follow_up(self, batch: Batch, outcomes: list[Outcome]) -> None:
         """What is to be done when not all of a batch arrived."""

@@ -79,13 +79,9 @@ class Direct(Claimer):
         chains: dict[Any, list[ClaimedMessage]] = {}
         for message in batch.messages:
             chains.setdefault(message.id if message.key is None else message.key, []).append(message)
-        try:
-            ended = await asyncio.gather(*(self._one_by_one(batch, chain) for chain in chains.values()))
-            if not all(ended):
-                await self._persist(batch, "release", self._store.release, [])
-        finally:
-            del self._batches[batch]
-            self._wake.set()
+        ended = await asyncio.gather(*(self._one_by_one(batch, chain) for chain in chains.values()))
+        if not all(ended):
+            await self._persist(batch, "release", self._store.release, [])
 
     async def _one_by_one(self, batch: Batch, messages: Sequence[ClaimedMessage]) -> bool:
         """Until one of them fails: then those behind it wait. Whether all were settled."""
