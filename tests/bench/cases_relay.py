@@ -13,6 +13,7 @@ import aio_pika
 
 from bench.measure import Bench, Case, Contender, Row, compare, take_turns
 from bench.place import BATCH, KINDS, OLD_KIND, WINDOW, Place, place
+from bench.processes import apart
 from outbox import MessageRelay, loop
 from outbox.confirms import SENT
 from outbox.publish import Publisher
@@ -116,9 +117,9 @@ def rate(where: Place, work: Work, count: int, *, keys: int = 0, strict: str = "
 
 def drain(kind: str) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
-        # For about two seconds: a quorum queue takes twice as many.
-        count = bench.size(60_000 if kind == "quorum" else 30_000, 5_000)
-        rounds = bench.size(7, 2) if kind in KINDS else bench.size(3, 1)
+        # Many short rounds: what else the machine does comes and goes within seconds.
+        count = bench.size(30_000, 5_000)
+        rounds = bench.size(11, 2) if kind in KINDS else bench.size(3, 1)
         with place(bench, kind) as where:
             contenders = [
                 Contender("relay", lambda: rate(where, relay, count)),
@@ -131,6 +132,18 @@ def drain(kind: str) -> Case:
             yield from compare(f"ceiling, {kind}", contenders[1:], 0, {"aio-pika publish, gather": 2.5})
 
     return case
+
+
+def drain_apart(bench: Bench) -> Iterator[Row]:
+    """What the relay would reach if the broker did not share its cores with it."""
+    for kind in KINDS:
+        count = bench.size(30_000, 5_000)
+        with place(bench, kind) as where, apart(bench.broker_pid, bench.postgres_pid):
+            contenders = [
+                Contender("relay", partial(rate, where, relay, count)),
+                Contender("publish from memory", partial(rate, where, publish_from_memory, count)),
+            ]
+            yield from compare(f"drain, {kind}, broker apart", contenders, bench.size(3, 1), {})
 
 
 def keyed(kind: str) -> Case:
@@ -170,6 +183,7 @@ def bodies(kind: str) -> Case:
 CASES: dict[str, Case] = {
     **{f"drain-{kind}": drain(kind) for kind in KINDS},
     "drain-v1": drain(OLD_KIND),
+    "drain-apart": drain_apart,
     **{f"keys-{kind}": keyed(kind) for kind in KINDS},
     **{f"bodies-{kind}": bodies(kind) for kind in KINDS},
 }

@@ -303,7 +303,7 @@ def burdened_step(connection: Connection) -> int:
 
 def floor(bench: Bench) -> Iterator[Row]:
     """The same drain while something keeps vacuum from removing what was settled."""
-    count, rounds = bench.size(500_000, 100_000), bench.size(5, 1)
+    count, rounds = bench.size(500_000, 100_000), bench.size(4, 1)
     with bench.database() as dsn, connect(dsn) as connection:
 
         def under(hold: Callable[[str], AbstractContextManager[None]]) -> Callable[[], float]:

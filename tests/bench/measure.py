@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import databases
+import servers
 
 
 @dataclass
@@ -130,8 +133,8 @@ class Bench:
     amqp_url: str
     management: str
     quick: bool
-    postgres_pid: int = 0
-    broker_pid: int = 0
+    postgres_pid: int
+    broker_pid: int
 
     def size(self, usual: int, quick: int) -> int:
         return quick if self.quick else usual
@@ -141,6 +144,20 @@ class Bench:
         with databases.database(self.server) as dsn:
             databases.install(dsn, "extension")
             yield dsn
+
+
+@contextmanager
+def private_bench(*, quick: bool = False, parent: int | None = None) -> Iterator[Bench]:
+    """On servers of its own, with the package as it is in this tree."""
+    builder = databases.ROOT / "sql/packaging/build.py"
+    subprocess.run([sys.executable, builder], check=True, stdout=subprocess.DEVNULL)
+    with servers.private(name="bench", parent=parent, durable=True) as private:
+        os.environ |= private.environment()
+        private.install_extension(databases.BUILD)
+        postgres, broker = private.postgres.pid, private.rabbitmq.pid
+        assert postgres
+        assert broker
+        yield Bench(private.dsn, private.amqp_url, private.management_url, quick, postgres, broker)
 
 
 Case = Callable[[Bench], Iterator[Row]]

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,26 @@ def cpu_seconds(roots: Sequence[int]) -> float:
             continue
         total += sum(map(int, fields[11:15]))
     return total / TICKS
+
+
+@contextmanager
+def apart(broker: int, database: int) -> Iterator[None]:
+    """The broker on one half of the cores; the database and this process on the other, as if on another machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    try:
+        pin(tree(broker), cores[: max(half, 1)])
+        pin([*tree(database), os.getpid()], cores[half:])
+        yield
+    finally:
+        pin([*tree(broker), *tree(database), os.getpid()], cores)
+
+
+def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 def resident(pids: Sequence[int]) -> float:

@@ -61,25 +61,30 @@ def write_all(db: Connection) -> None:
     db.execute("begin; set local synchronous_commit = on; select pg_logical_emit_message(true, '', ''); commit")
 
 
+# Of ten: a checkpoint or a vacuum at work beside us writes the log as well.
+MOST = 5
 WRITTEN = "select pg_current_wal_insert_lsn()"
 ON_DISK = "select pg_current_wal_flush_lsn() >= '{}'"
 
 
 def test_an_emit_that_did_not_wait_is_on_disk_when_it_is_claimed(lazy: str) -> None:
     with session(lazy) as emitter, session(lazy) as relay:
-        for _ in range(5):
+        waited = 0
+        for _ in range(10):
             settle_all(relay)
             number(emitter, "select outbox.emit('a', '1')")
             written = number(emitter, WRITTEN)
-            assert not number(emitter, ON_DISK.format(written)), "the server is not lazy"
+            waited += not number(emitter, ON_DISK.format(written))
             assert claim(relay) == 1
             assert number(emitter, ON_DISK.format(written))
+    assert waited > MOST, "the server is not lazy"
 
 
 def test_so_is_one_that_ends_while_the_claim_runs(lazy: str) -> None:
     with session(lazy) as emitter, session(lazy) as relay, session(lazy) as lock, ThreadPoolExecutor(1) as pool:
         waits = f"select exists (select from pg_locks where pid = {relay.info.backend_pid} and not granted)"
-        for _ in range(5):
+        waited = 0
+        for _ in range(10):
             settle_all(relay)
             assert claim(relay) == 0  # tidies the catalog's pages, which is written too, as is the lock
             with lock.transaction():
@@ -90,9 +95,10 @@ def test_so_is_one_that_ends_while_the_claim_runs(lazy: str) -> None:
                 eventually(lambda: number(emitter, waits), "a claim that waits")
                 number(emitter, "select outbox.emit('a', '1')")
                 written = number(emitter, WRITTEN)
-                assert not number(emitter, ON_DISK.format(written)), "the server is not lazy"
+                waited += not number(emitter, ON_DISK.format(written))
             assert claimed.result(10) == 1
             assert number(emitter, ON_DISK.format(written))
+    assert waited > MOST, "the server is not lazy"
 
 
 def test_what_is_on_disk_is_not_written_again(lazy: str) -> None:
@@ -105,8 +111,7 @@ def test_what_is_on_disk_is_not_written_again(lazy: str) -> None:
             number(emitter, "select outbox.emit('a', '1')")
             assert claim(relay) == 1
             spared += not number(emitter, ON_DISK.format(number(emitter, WRITTEN)))
-    # A checkpoint or a vacuum may be at work beside us.
-    assert spared > 5
+    assert spared > MOST
 
 
 def test_nor_what_somebody_else_writes_meanwhile(lazy: str) -> None:
@@ -127,7 +132,7 @@ def test_nor_what_somebody_else_writes_meanwhile(lazy: str) -> None:
             assert claimed.result(10) == 1
             assert number(emitter, ON_DISK.format(written))
             spared += not number(emitter, ON_DISK.format(number(emitter, WRITTEN)))
-    assert spared > 5
+    assert spared > MOST
 
 
 def test_with_synchronous_replicas_a_claim_waits_for_them(lazy: str) -> None:
