@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 
 from pamqp import commands, encode
@@ -15,8 +16,6 @@ HEADER, BODY, FRAME_END, FRAME_OVERHEAD = 2, 3, b"\xce", 8
 frame_head = struct.Struct(">BHI").pack
 content_head = struct.Struct(">HHQH").pack
 seconds = struct.Struct(">Q").pack
-plain_size = struct.Struct(">QH").pack
-plain_end = struct.Struct(">QcBHI").pack
 PLAIN = 0x90C0  # has content type, delivery mode, message id, timestamp
 UUID_LENGTH = 36
 
@@ -26,9 +25,10 @@ def encode_one(message: ClaimedMessage, age: float, channel: int, most: int) -> 
     body, size = message.body, len(message.body)
     if 0 < size <= most and not message.headers and not message.properties and message.expires_in is None:
         # Most messages, in half the time.
-        before, after = plain_frames(channel, message.exchange, message.routing_key, message.content_type)
-        end = plain_end(int(message.created_at.timestamp()), FRAME_END, BODY, channel, size)
-        return [before, plain_size(size, PLAIN), after, message.message_id.encode(), end, body, FRAME_END]
+        before, pack, kind = plain_frames(channel, message.exchange, message.routing_key, message.content_type)
+        created_at = int(message.created_at.timestamp())
+        own = pack(size, PLAIN, kind, message.message_id.encode(), created_at, FRAME_END, BODY, channel, size)
+        return [before, own, body, FRAME_END]
     head = content_header(message, size, age)
     if len(head) > most:
         raise ValueError("its headers do not fit into one frame")
@@ -46,12 +46,14 @@ def publish_frame(channel: int, exchange: str, routing_key: str) -> bytes:
 
 
 @lru_cache(10_000)
-def plain_frames(channel: int, exchange: str, routing_key: str, content_type: str) -> tuple[bytes, bytes]:
-    """What messages without options have in common: what comes before the size of the body, and after it."""
-    kind = encode.short_string(content_type)
-    length = len(content_head(60, 0, 0, 0) + kind + b"\x02\x24") + UUID_LENGTH + len(seconds(0))
+def plain_frames(
+    channel: int, exchange: str, routing_key: str, content_type: str
+) -> tuple[bytes, Callable[..., bytes], bytes]:
+    """What messages without options have in common: all before the size of the body, and how all up to it is packed."""
+    kind = encode.short_string(content_type) + b"\x02\x24"  # persistent; the length of a UUID
+    length = len(content_head(60, 0, 0, 0) + kind) + UUID_LENGTH + len(seconds(0))
     before = publish_frame(channel, exchange, routing_key) + frame_head(HEADER, channel, length) + b"\x00\x3c\x00\x00"
-    return before, kind + b"\x02\x24"
+    return before, struct.Struct(f">QH{len(kind)}s{UUID_LENGTH}sQcBHI").pack, kind
 
 
 def content_header(message: ClaimedMessage, size: int, age: float) -> bytes:
