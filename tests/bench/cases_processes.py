@@ -36,7 +36,8 @@ class Fleet:
 
 def relays(kind: str) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
-        count, fewer, rounds = bench.size(40_000, 6_000), bench.size(10_000, 2_000), bench.size(3, 1)
+        count, fewer = bench.size(40_000, 6_000), bench.size(10_000, 2_000)
+        rounds = bench.size(5 if kind in KINDS else 3, 1)
         with place(bench, kind) as where:
             peer.create(where.dsn)
 
