@@ -34,17 +34,18 @@ async def publish_from_memory(where: Place, count: int) -> float:
         publisher = await Publisher(where.settings()).open(where.amqp_url, store.default_exchange)
     count -= count % len(messages)
     batches = iter([messages] * (count // len(messages)))
+    watch = Watch(count)
 
     async def publish() -> None:
         for batch in batches:
             outcomes = await publisher.publish(batch, time.monotonic(), always)
             assert all(outcome is SENT for outcome in outcomes), next(one for one in outcomes if one is not SENT)
+            watch.sent(batch)
 
     try:
-        begun = time.perf_counter()
         # The library's queue takes ten writes: with large bodies that is less than the window.
         await asyncio.gather(*(publish() for _ in range(min(WINDOW // len(messages), 10))))
-        return count / (time.perf_counter() - begun)
+        return await watch.rate
     finally:
         await publisher.close()
 
@@ -61,30 +62,32 @@ async def open_store(where: Place) -> AsyncIterator[Store]:
 
 
 class Watch:
-    """Hears of each batch that was sent. To look every few milliseconds would cost the relay time that others have."""
+    """The clock of every drain: from the first batch that is done, when a full window is on its way, to the last.
+
+    It is told of each batch: to look every few milliseconds would cost the relay time that others have.
+    """
 
     def __init__(self, wanted: int) -> None:
         self.wanted, self.total, self.first, self.begun = wanted, 0, 0, 0.0
-        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.rate: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def sent(self, messages: Sequence[ClaimedMessage]) -> None:
         self.total += len(messages)
         if not self.first:
             self.first, self.begun = self.total, time.perf_counter()
         if self.total == self.wanted:
-            self.ended.set_result(time.perf_counter())
+            self.rate.set_result((self.total - self.first) / (time.perf_counter() - self.begun))
 
 
 async def relay(where: Place, count: int) -> float:
-    """From the first batch to the last: the others are not timed while they connect either."""
     watch = Watch(count)
     running = MessageRelay(where.dsn, where.amqp_url, window=WINDOW, batch_size=BATCH, hooks=[watch])
     async with asyncio.timeout(600), asyncio.TaskGroup() as tasks:
         tasks.create_task(running.run())
-        ended = await watch.ended
+        await watch.rate
         running.stop()
     assert watch.total == count, f"{watch.total} of {count} sent"
-    return (count - watch.first) / (ended - watch.begun)
+    return watch.rate.result()
 
 
 async def gather(where: Place, count: int) -> float:
@@ -92,10 +95,9 @@ async def gather(where: Place, count: int) -> float:
     connection = await aio_pika.connect(where.amqp_url)
     channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
     exchange = await channel.get_exchange("outbox", ensure=False)
-    done = 0
+    watch = Watch(count)
     async with connection, open_store(where) as store:
-        begun = time.perf_counter()
-        while done < count:
+        while not watch.rate.done():
             token = uuid.uuid4()
             messages = await store.claim(token, BATCH)
             await asyncio.gather(
@@ -114,8 +116,9 @@ async def gather(where: Place, count: int) -> float:
                     for message in messages
                 )
             )
-            done += await store.mark_sent(token, [message.id for message in messages])
-        return count / (time.perf_counter() - begun)
+            await store.mark_sent(token, [message.id for message in messages])
+            watch.sent(messages)
+        return await watch.rate
 
 
 def rate(where: Place, work: Work, count: int, *, keys: int = 0, strict: str = "off", size: int = 256) -> float:
