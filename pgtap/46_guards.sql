@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(149);
+select plan(162);
 
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
@@ -221,6 +221,58 @@ update outbox.lane set suspects = array[:due], trial = 1 where lane = 1;
 select is(pg_temp.claim(1), 'due', 'a suspect whose time has come');
 select is(pg_temp.settle(1), 1, 'is settled');
 select is(pg_temp.claim(2), 'ready', 'and what was emitted before it leaves');
+
+-- Between the look that takes messages and the one that reads them another may be committed, but none up to the proven id. All others
+-- are read by their places.
+create function pg_temp.places(safe_id bigint, look_due boolean = false) returns text language sql as $$
+    select format('%s of %s', cardinality(p.tids), cardinality(p.ids))
+    from outbox.lane as l
+    cross join lateral outbox._take(l, 500, 1000000, true, clock_timestamp(), look_due, safe_id) as p
+    where l.lane = 1;
+$$;
+call pg_temp.start_over();
+update outbox.lane set floor = 0, reach = 0;
+select
+    outbox.emit('m1', '1', key => pg_temp.key_of(1)) as m1,
+    outbox.emit('due', '1', key => pg_temp.key_of(1, 2), delay => '1 h') as due,
+    outbox.emit('m2', '1', key => pg_temp.key_of(1)) as m2
+\gset
+select is(pg_temp.places(:m2), '0 of 2', 'all that is ready, and proven: a stretch of the index');
+select is(pg_temp.places(:m2 - 1), '2 of 2', 'one of them is not proven');
+select is(pg_temp.places(null), '2 of 2', 'nothing is proven');
+update outbox.message set due_at = clock_timestamp() - interval '1 s' where id = :due;
+select is(pg_temp.places(:m2, look_due => true), '3 of 3', 'one of them was due');
+update outbox.horizon set safe_id = :m2, version = version + 1;
+call pg_temp.look_again();
+select is(pg_temp.claim(1), 'due m1 m2', 'by their places: in the order to publish them');
+select outbox.release_batch(pg_temp.token(1)) as released \gset
+update outbox.message set due_at = clock_timestamp() + interval '1 h' where id = :due;
+call pg_temp.look_again();
+select is(pg_temp.claim(2), 'm1 m2', 'by the index: what is not ready stays');
+
+-- Where there is room for one, the one that was due first, and of those the first.
+create function pg_temp.small_claim(batch_size integer) returns text language sql as $$
+    select string_agg(c.routing_key, ' ') from outbox.claim_batch(pg_temp.token(1), batch_size, max_bytes => 1) as c;
+$$;
+call pg_temp.start_over();
+select outbox.emit('m' || n, '1', key => pg_temp.key_of(1, n), delay => '1 h') from generate_series(1, 3) as n \g /dev/null
+update outbox.message set due_at = clock_timestamp() - case when routing_key = 'm1' then interval '1 s' else interval '2 s' end;
+update outbox.message set due_at = (select due_at from outbox.message where routing_key = 'm2') where routing_key = 'm3';
+select is(pg_temp.small_claim(500), 'm2', 'the first of those that were due first');
+
+-- What is not handed out takes up neither room nor a place among the lanes of a claim. From lane 2 on to lane 1.
+call pg_temp.start_over();
+select setval('outbox.lane_turn', 65) as turn \gset
+insert into outbox.held_key (lane, key, head_id) values (2, pg_temp.key_of(2), 0);
+select outbox.emit('behind', '1', key => pg_temp.key_of(2)) from generate_series(1, 2) \g /dev/null
+select outbox.emit('m1', '1', key => pg_temp.key_of(2, 2)), outbox.emit('m2', '1', key => pg_temp.key_of(1)) \g /dev/null
+select is(pg_temp.small_claim(2), 'm1', 'what is held takes up no room, what is not does');
+call pg_temp.start_over();
+select setval('outbox.lane_turn', 65) as turn \gset
+select outbox.emit('expired', '1', key => pg_temp.key_of(n), expires_in => '1 h') from generate_series(2, 20) as n \g /dev/null
+update outbox.message set expires_at = clock_timestamp() - interval '1 s';
+select outbox.emit('m1', '1', key => pg_temp.key_of(1)) \g /dev/null
+select is(pg_temp.claim(1), 'm1', 'behind 19 lanes with nothing but what has expired');
 
 -- The first suspect that may leave, as it would leave otherwise.
 create function pg_temp.suspects(ids bigint[], died integer = 3, together integer = 1, quota integer = 500, room bigint = 1000000)
@@ -444,6 +496,26 @@ from (values
     (array['3'::xid8, '1000000000000'], true, 'so is one that is still to come')
 ) as v (xids, answer, rule);
 select ok(not pg_current_xact_id() = any (outbox._emitter_xids()), 'the own transaction is not waited for');
+
+-- How often: soon while there is something to prove, later when only the floors are to be noted.
+create function pg_temp.looked_again(pending bigint, ago interval) returns boolean language plpgsql as $$
+declare
+    v_then timestamptz := clock_timestamp() - ago;
+begin
+    update outbox.horizon as h
+    set safe_id = 1, pending_id = pending, pending_xid = pg_current_xact_id(), checked_at = v_then, version = h.version + 1;
+    perform outbox.mark_sent(gen_random_uuid(), '{}');
+    return (select h.checked_at <> v_then from outbox.horizon as h);
+end
+$$;
+-- (Five times each: the server may take its time between two statements.)
+select is(not exists (select from generate_series(1, 5) where not pg_temp.looked_again(pending, ago)), looked, rule)
+from (values
+    (2, '21 ms'::interval, true, 'something is to be proven: after 20 ms'),
+    (2, '-1 s', false, 'not before'),
+    (1, '21 ms', false, 'nothing is: not so soon'),
+    (1, '101 ms', true, 'but after 100 ms')
+) as v (pending, ago, looked, rule);
 
 -- Settling.
 create function pg_temp.locked_lanes() returns bigint language sql as $$

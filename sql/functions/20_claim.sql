@@ -43,7 +43,6 @@ declare
     v_waits     boolean := false;
     v_next      integer;
     v_ids       bigint[] := '{}';
-    v_tids      tid[] := '{}';
     v_bytes     bigint := 0;
     v_exchange  text;
 begin
@@ -208,11 +207,35 @@ begin
             v_waits := v_part.ids = '{}' and v_ids <> '{}';
             v_next := v_lane.lane + (not v_waits)::integer;
         end if;
+        continue when v_part.ids = '{}';
+
         v_ids := v_ids || v_part.ids;
-        v_tids := v_tids || v_part.tids;
         v_bytes := v_bytes + v_part.bytes;
-        v_lanes := v_lanes + (v_part.ids <> '{}')::integer;
-        exit when v_part.suspects <> '{}' and v_part.ids <> '{}';
+        v_lanes := v_lanes + 1;
+        v_exchange := coalesce(v_exchange, outbox._value_of('default_exchange'));
+        if v_part.tids = '{}' then
+            -- A stretch of the ready index, and nothing can have appeared in it since: already in order.
+            return query
+            select
+                m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers,
+                m.properties, m.expires_at - v_now, m.attempts, m.created_at
+            from outbox.message as m
+            where m.lane = v_lane.lane
+              and m.due_at is null
+              and m.id between v_part.ids[1] and v_part.ids[cardinality(v_part.ids)]
+            order by m.id;
+        else
+            -- By place: in a lane that we hold no row moves, and walks down the primary key are saved. In the order of _take():
+            -- what was due, what was held, what is ready. _held_by() sees at once that it is the same.
+            return query
+            select
+                m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers,
+                m.properties, m.expires_at - v_now, m.attempts, m.created_at
+            from outbox.message as m
+            where m.ctid = any (v_part.tids)
+            order by m.due_at, m.id;
+        end if;
+        exit when v_part.suspects <> '{}';
     end loop;
     close v_candidates;
     -- Not when this one began with a suspect: going back to it each time would starve the lanes before it.
@@ -244,23 +267,12 @@ begin
     -- (A set clause of the function would have ended before the commit.)
     if current_setting('synchronous_commit') in ('off', 'local', 'remote_write')
        and (pg_current_wal_flush_lsn() < v_written
-            or cardinality(v_tids) > 20
+            or cardinality(v_ids) > 20
             or current_setting('synchronous_standby_names') <> ''
-            or exists (select from outbox.message as m where m.ctid = any (v_tids) and age(m.xmin) <= age(v_ended)))
+            or exists (select from outbox.message as m where m.id = any (v_ids) and age(m.xmin) <= age(v_ended)))
     then
         perform set_config('synchronous_commit', 'on', true);
     end if;
-
-    -- By place, not by id: in lanes that we hold no row moves, and 500 walks down the primary key are saved. In the order of
-    -- _take(), lane by lane: what was due, what was held, what is ready. _held_by() sees at once that it is the same.
-    v_exchange := outbox._value_of('default_exchange');
-    return query
-    select
-        m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers, m.properties,
-        m.expires_at - v_now, m.attempts, m.created_at
-    from outbox.message as m
-    where m.ctid = any (v_tids)
-    order by m.lane, m.due_at, m.id;
 end
 $function$;
 
