@@ -31,7 +31,8 @@ async def publish_from_memory(where: Place, count: int) -> float:
     """The ceiling: the relay's own publisher, its window always full, no database."""
     async with open_store(where) as store:
         messages = await store.claim(uuid.uuid4(), BATCH)
-        publisher = await Publisher(where.settings()).open(where.amqp_url, store.default_exchange)
+        # The relay keeps a batch back while it claims and marks: here all of the window is with the broker.
+        publisher = await Publisher(where.settings(WINDOW + BATCH)).open(where.amqp_url, store.default_exchange)
     count -= count % len(messages)
     batches = iter([messages] * (count // len(messages)))
     watch = Watch(count)

@@ -36,8 +36,8 @@ class Place:
     dsn: str
     amqp_url: str
 
-    def settings(self, **knobs: Any) -> RelaySettings:
-        return RelaySettings(dsn=self.dsn, amqp_url=self.amqp_url, window=WINDOW, batch_size=BATCH, **knobs)
+    def settings(self, window: int = WINDOW) -> RelaySettings:
+        return RelaySettings(dsn=self.dsn, amqp_url=self.amqp_url, window=window, batch_size=BATCH)
 
     def clear(self, strict: str = "off") -> None:
         databases.query(self.dsn, f"select outbox.configure('strict_keys', '{strict}')")

@@ -71,6 +71,25 @@ async def test_each_message_gets_its_own_outcome(publisher: Publisher) -> None:
     assert publisher.proven
 
 
+async def test_a_batch_of_the_window_stays_back(amqp_url: str) -> None:
+    settings = RelaySettings(dsn="unused", amqp_url=amqp_url, window=1500, batch_size=500)
+    publisher = await Publisher(settings).open(amqp_url, "outbox")
+    channel, most = publisher._channel, 0
+    write = channel.write
+
+    def watched(messages: Sequence[ClaimedMessage], payload: bytes) -> Any:
+        nonlocal most
+        written = write(messages, payload)
+        most = max(most, sum(flight.open for flight in channel.flights))
+        return written
+
+    channel.write = watched  # type: ignore[method-assign]
+    for outcomes in await asyncio.gather(*(publish(publisher, [message("order.a")] * 500) for _ in range(6))):
+        assert outcomes == [SENT] * 500
+    assert 500 < most <= 1000
+    await publisher.close()
+
+
 async def test_many_messages_at_once(publisher: Publisher, orders: Queue) -> None:
     batches = [[message("order.a" if n % 7 else "nobody", body=b"%d" % n) for n in range(b, b + 500)] for b in range(6)]
     for outcomes, batch in zip(await asyncio.gather(*(publish(publisher, b) for b in batches)), batches, strict=True):

@@ -110,12 +110,12 @@ class Publisher:
     ) -> list[Outcome]:
         """Persistent and mandatory, in the given order, in one write; one outcome for each message.
 
-        Waits while anything is in doubt, then asks whether the messages are still ours. Alone means that nothing else
-        is in flight meanwhile: what the broker then closes, it closes because of these messages.
+        Waits while anything is in doubt or too much in flight, then asks whether the messages are still ours. Alone
+        means that nothing else is in flight meanwhile: what the broker closes, it closes because of these messages.
         """
         async with contextlib.AsyncExitStack() as turn:
             await turn.enter_async_context(self._turn)
-            if not await self._ready(alone=alone):
+            if not await self._ready(len(messages), alone=alone):
                 return [self.lost] * len(messages)
             if not await may_send():
                 return [Unknown("the lease was lost")] * len(messages)
@@ -135,8 +135,8 @@ class Publisher:
         self.proven = self.proven or channel.answered
         return outcomes
 
-    async def _ready(self, *, alone: bool) -> bool:
-        """Waits until nothing is in doubt, or in flight at all. False: the connection is gone."""
+    async def _ready(self, count: int, *, alone: bool) -> bool:
+        """Waits until nothing is in doubt and so many more may be in flight. False: the connection is gone."""
         while self.is_open:
             channel = self._channel
             if channel.reason is not None:
@@ -147,14 +147,21 @@ class Publisher:
                 except BrokerUnavailableError:
                     self.abort()
                     return False
-            elif self.trouble is None and not (alone and channel.flights):
-                return True
-            else:
+            elif self.trouble is not None or (alone and channel.flights):
                 channel.moved.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.2):  # nobody tells when the broker unblocks the connection
                         await channel.moved.wait()
+            elif channel.flights and not self._fits(count):
+                await asyncio.wait({channel.flights[0].done}, timeout=0.2)
+            else:
+                return True
         return False
+
+    def _fits(self, count: int) -> bool:
+        """A batch of the window stays here: a broker that confirms all it has at once need not wait for a claim."""
+        most = max(self._settings.window - self._settings.batch_size, 2 * self._settings.batch_size)
+        return sum(flight.open for flight in self._channel.flights) + count <= most
 
     async def _answered(self, flight: Flight, drained: asyncio.Future[None]) -> None:
         """Returns when each message has an outcome. What comes late makes the session suspect: then we only wait."""
