@@ -213,7 +213,18 @@ begin
         v_bytes := v_bytes + v_part.bytes;
         v_lanes := v_lanes + 1;
         v_exchange := coalesce(v_exchange, outbox._value_of('default_exchange'));
-        if v_part.tids = '{}' then
+        -- In the order of _take(): what was due, what was held, what is ready. _held_by() sees at once that it is the same.
+        if v_part.tids <> '{}' then
+            -- By place: in a lane that we hold no row moves, and walks down the primary key are saved.
+            return query
+            select
+                m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers,
+                m.properties, m.expires_at - v_now, m.attempts, m.created_at
+            from outbox.message as m
+            where m.ctid = any (v_part.tids)
+            order by m.due_at, m.id;
+        end if;
+        if cardinality(v_part.tids) < cardinality(v_part.ids) then
             -- A stretch of the ready index, and nothing can have appeared in it since: already in order.
             return query
             select
@@ -222,18 +233,8 @@ begin
             from outbox.message as m
             where m.lane = v_lane.lane
               and m.due_at is null
-              and m.id between v_part.ids[1] and v_part.ids[cardinality(v_part.ids)]
+              and m.id between v_part.ids[cardinality(v_part.tids) + 1] and v_part.ids[cardinality(v_part.ids)]
             order by m.id;
-        else
-            -- By place: in a lane that we hold no row moves, and walks down the primary key are saved. In the order of _take():
-            -- what was due, what was held, what is ready. _held_by() sees at once that it is the same.
-            return query
-            select
-                m.id, m.message_id, coalesce(m.exchange, v_exchange), m.routing_key, m.key, m.body, m.content_type, m.headers,
-                m.properties, m.expires_at - v_now, m.attempts, m.created_at
-            from outbox.message as m
-            where m.ctid = any (v_part.tids)
-            order by m.due_at, m.id;
         end if;
         exit when v_part.suspects <> '{}';
     end loop;

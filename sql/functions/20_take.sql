@@ -255,8 +255,8 @@ begin
             v_part := outbox._admit(v_part, v_ids, true, _take.room, _take.first);
             v_first_left := (select min(i.id) from unnest(v_ids) as i (id) where i.id <> all (v_part.ids));
         elsif v_ids is not null then
-            -- Alone and proven they need no places: whoever reads from the first to the last finds the same.
-            if v_part.ids <> '{}' or v_ids[cardinality(v_ids)] > coalesce(_take.safe_id, 0) then
+            -- What is proven needs no places: whoever reads from the first to the last finds the same.
+            if v_ids[cardinality(v_ids)] > coalesce(_take.safe_id, 0) then
                 v_part.tids := v_part.tids || v_tids;
             end if;
             v_part.ids := v_part.ids || v_ids;

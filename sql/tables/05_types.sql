@@ -43,7 +43,7 @@ create type outbox._part as (
 comment on type outbox._part is
     'What a claim takes from one lane; internal.';
 comment on column outbox._part.ids      is 'messages to hand out, in order';
-comment on column outbox._part.tids     is 'where their rows are; empty: they are all that is ready from the first to the last, and nothing can appear among them';
+comment on column outbox._part.tids     is 'where the rows of the first ones are; those after them are all that is ready from the first to the last, and nothing can appear among them';
 comment on column outbox._part.bytes    is 'bytes of their bodies';
 comment on column outbox._part.reach    is 'every ready message up to this id is among them, or gone';
 comment on column outbox._part.suspects is 'the lane''s suspects afterwards';

@@ -8,4 +8,4 @@ drop function outbox.dead_among(bigint[]);
 alter type outbox.stats_result add attribute paused boolean;
 comment on column outbox.stats_result.paused is 'whether pause() was called: nothing is handed out until resume()';
 
-comment on column outbox._part.tids is 'where their rows are; empty: they are all that is ready from the first to the last, and nothing can appear among them';
+comment on column outbox._part.tids is 'where the rows of the first ones are; those after them are all that is ready from the first to the last, and nothing can appear among them';
