@@ -117,7 +117,8 @@ async def gather(where: Place, count: int) -> float:
                     for message in messages
                 )
             )
-            await store.mark_sent(token, [message.id for message in messages])
+            settled = await store.mark_sent(token, [message.id for message in messages])
+            assert settled == len(messages), f"{settled} of {len(messages)} settled"
             watch.sent(messages)
         return await watch.rate
 
