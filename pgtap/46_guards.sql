@@ -1,6 +1,6 @@
 -- Conditions that the stories of the other files do not need, one by one: each is here because without it no test would fail.
 \ir setup.psql
-select plan(163);
+select plan(165);
 
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
@@ -644,11 +644,17 @@ update outbox.lane set reach = 1000000000000;
 select outbox._sweep() \g /dev/null
 select is((select noted_id from outbox.horizon), null, 'a proof by lock holders is forgotten');
 select is((select max(reach) from outbox.lane), 0::bigint, 'and how far claims in flight had read');
+-- A floor that is too high: the sweep lowers what a claim has read, and never raises it.
+select outbox.emit('low', '1', key => pg_temp.key_of(2)) as low \gset
+update outbox.lane set floor = :low + 1, reach = 7 where lane = 2;
+select outbox._sweep() \g /dev/null
+select is((select array[floor, reach] from outbox.lane where lane = 2), array[:low, 7]::bigint[], 'a reach below the message found stays');
 
 -- Going back to the default concerns one setting.
 select outbox.configure('max_attempts', '5') as one, outbox.configure('retry_jitter', '0') as other, outbox.configure('max_attempts', null) as back \gset
 select outbox.pause() as paused, outbox.resume() as resumed \gset
 select is((select array_agg(name || ' ' || value) from outbox.setting), array['retry_jitter 0'], 'the others stay as they are');
+select ok(not (outbox.stats()).paused, 'and none of them is a pause');
 select throws_ok(format('select outbox.configure(%L, %L)', name, value), 'OB020', format('value cannot be taken for %s', name), format('%s %s', name, value))
 from (values ('dedup_window', '999999 us'), ('dedup_window', '365 days 1 us'), ('retention', '-1 us'), ('dead_retention', '-1 us')) as v (name, value);
 

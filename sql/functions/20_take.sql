@@ -327,7 +327,7 @@ declare
     v_tids  tid[];
     v_bytes bigint;
 begin
-    select array_agg(r.id order by r.n), array_agg(r.ctid order by r.n), sum(r.bytes)
+    select array_agg(r.id order by r.n), array_agg(r.ctid), sum(r.bytes)
     into v_ids, v_tids, v_bytes
     from (
         select
