@@ -14,7 +14,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(79);
+select plan(94);
 
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
@@ -165,6 +165,60 @@ select is(outbox.wait_sent(:m2, '10 s'), false, 'dead: false');
 select is(outbox.wait_sent(id, '10 s'), false, 'never emitted: ' || id)
 from (select last_value + 1 as id from outbox.message_id_seq union all values (0), (-1)) as v;
 select cmp_ok(clock_timestamp() - :'began', '<', interval '5 s', 'all at once');
+
+-- Many of a lane go by its index: only what was handed out, all of it, and only if the mark is for all of it.
+create procedure pg_temp.start_with_many() language sql as $$
+    call pg_temp.start_over();
+    delete from outbox.message where routing_key <> 'other';
+    select outbox.emit('m' || n, '1', key => pg_temp.key_of(1)) from generate_series(1, 120) as n;
+$$;
+create function pg_temp.mark_handed(but text = '') returns integer language sql as $$
+    select outbox.mark_sent(pg_temp.token(1), array(
+        select h.id from outbox.lane as l cross join unnest(l.handed) as h (id) left join outbox.message as m on m.id = h.id
+        where m.routing_key is distinct from but order by l.lane, h.id
+    ));
+$$;
+call pg_temp.start_with_many();
+select pg_temp.claim(1) as claimed \gset
+select is(pg_temp.mark_handed(), 121, 'many and one of another lane are marked');
+select is(pg_temp.waiting(), '', 'and gone');
+call pg_temp.start_with_many();
+select pg_temp.claim(1) as claimed \gset
+select is(pg_temp.mark_handed(but => 'm60'), 120, 'all but one are marked');
+select is(pg_temp.waiting(), 'm60', 'that one stays');
+select is(pg_temp.mark_handed(), 1, 'until it is marked');
+call pg_temp.start_with_many();
+select pg_temp.claim(1) as claimed \gset
+select is(pg_temp.mark_handed(but => 'other'), 120, 'all of a lane, and not of the other');
+select is(pg_temp.waiting(), 'other', 'which stays');
+call pg_temp.start_with_many();
+create temporary table late on commit drop as select * from outbox.message where routing_key = 'm60';
+delete from outbox.message where routing_key = 'm60';
+select pg_temp.claim(1) as claimed \gset
+insert into outbox.message select * from late;
+select is(pg_temp.mark_handed(), 120, 'one that was not handed out has appeared among them');
+select is(pg_temp.waiting(), 'm60', 'and stays');
+call pg_temp.start_with_many();
+truncate late;
+insert into late select * from outbox.message where routing_key in ('m1', 'm60', 'm61');
+delete from outbox.message where routing_key in ('m1', 'm60', 'm61');
+select pg_temp.claim(1) as claimed \gset
+update late set lane = 3 where routing_key = 'm60';
+update late set due_at = 'infinity' where routing_key = 'm61';
+insert into outbox.message select * from late;
+select outbox.emit('m121', '1', key => pg_temp.key_of(1)) as next \gset
+select is(pg_temp.mark_handed(), 118, 'others lie just before, in another lane, are not ready, or come next');
+select is(pg_temp.waiting(), 'm1 m60 m61 m121', 'and stay');
+call pg_temp.start_with_many();
+select pg_temp.claim(1) as claimed \gset
+delete from outbox.message where routing_key = 'm60';
+select is(pg_temp.mark_handed(), 121, 'one of them is gone already');
+select is(pg_temp.waiting(), '', 'the others go');
+call pg_temp.start_with_many();
+update outbox.message set due_at = clock_timestamp() where routing_key in ('m1', 'm120');
+select pg_temp.claim(1) as claimed \gset
+select is(pg_temp.mark_handed(), 121, 'some came by their time');
+select is(pg_temp.waiting(), '', 'all go');
 
 -- The horizon: proof by those who may have drawn an id, and by the oldest open transaction.
 call pg_temp.start_over();

@@ -143,8 +143,9 @@ begin
                -- somebody else's lease: worth a look whether its holder lives
                or l.leased_until > v_now + interval '3 s' and l.relay is not null and l.relay is distinct from claim_batch.relay);
     loop
+        exit when v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
         fetch v_candidates into v_candidate;
-        exit when not found or v_lanes >= 16 or cardinality(v_ids) >= claim_batch.batch_size or v_bytes >= claim_batch.max_bytes;
+        exit when not found;
         if v_candidate.leased and not v_candidate.relay = any (v_gone) then
             continue when v_candidate.relay = any (v_alive);
             -- (The session that holds the lock would be granted it again, so it does not ask.)

@@ -74,7 +74,8 @@ class Watch:
 
     def sent(self, messages: Sequence[ClaimedMessage]) -> None:
         self.total += len(messages)
-        if not self.first:
+        # (Not the one message that a relay sends first on a new connection: nothing is on its way behind that.)
+        if not self.first and len(messages) > 1:
             self.first, self.begun = self.total, time.perf_counter()
         if self.total == self.wanted:
             self.rate.set_result((self.total - self.first) / (time.perf_counter() - self.begun))
