@@ -172,7 +172,8 @@ begin
         perform outbox._bury(v_dead, v_reasons, v_errors, mark_failed.counts::integer);
     end if;
 
-    -- The first failing message of a key becomes its head; the others of the key wait behind it.
+    -- The first failing message of a key becomes its head; the others of the key wait behind it, also one that was the head
+    -- before and had a time of its own to wait for.
     with failed as (
         select m.id, m.lane, m.key
         from outbox.message as m
