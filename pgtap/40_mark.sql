@@ -14,7 +14,7 @@ select
 rollback;
 
 \ir setup.psql
-select plan(94);
+select plan(100);
 
 -- Claims; the routing keys in order.
 create function pg_temp.claim(n integer, batch_size integer = 500, relay bigint = null) returns text language sql as $$
@@ -219,6 +219,40 @@ update outbox.message set due_at = clock_timestamp() where routing_key in ('m1',
 select pg_temp.claim(1) as claimed \gset
 select is(pg_temp.mark_handed(), 121, 'some came by their time');
 select is(pg_temp.waiting(), '', 'all go');
+
+-- The same when they are kept: they are in the archive then, each of them once.
+select outbox.configure('retention', '1 day') as retention \gset
+call pg_temp.start_with_many();
+truncate late;
+insert into late select * from outbox.message where routing_key in ('m1', 'm60', 'm61');
+delete from outbox.message where routing_key in ('m1', 'm60', 'm61');
+select pg_temp.claim(1) as claimed \gset
+update late set lane = 3 where routing_key = 'm60';
+update late set due_at = 'infinity' where routing_key = 'm61';
+insert into outbox.message select * from late;
+select outbox.emit('m121', '1', key => pg_temp.key_of(1)) as next \gset
+create temporary table sent on commit drop as
+select m.* from outbox.message as m join outbox.lane as l on m.id = any (l.handed);
+select is(pg_temp.mark_handed(), 118, 'kept: others lie just before, in another lane, are not ready, or come next');
+select is(pg_temp.waiting(), 'm1 m60 m61 m121', 'and stay');
+select is(
+    (select count(*) from outbox.archive as a join sent as s using (
+        id, message_id, routing_key, key, content_type, created_at, attempts, emitted_by, body
+    ) where a.sent_at >= now() and (a.exchange, a.headers, a.properties, a.expires_at, a.dedup_key) is not distinct from
+        (s.exchange, s.headers, s.properties, s.expires_at, s.dedup_key)),
+    118::bigint, 'the archive has them'
+);
+select is((select count(*) from outbox.archive), 118::bigint, 'and nothing else');
+call pg_temp.start_with_many();
+truncate late;
+insert into late select * from outbox.message where routing_key = 'm60';
+delete from outbox.message where routing_key = 'm60';
+select pg_temp.claim(1) as claimed \gset
+insert into outbox.message select * from late;
+select is(pg_temp.mark_handed(), 120, 'kept: one that was not handed out has appeared among them');
+select is(pg_temp.waiting(), 'm60', 'and stays');
+delete from outbox.archive;
+select outbox.configure('retention', null) as retention \gset
 
 -- The horizon: proof by those who may have drawn an id, and by the oldest open transaction.
 call pg_temp.start_over();

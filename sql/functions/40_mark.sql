@@ -15,6 +15,7 @@ declare
     v_now  timestamptz := clock_timestamp();
     v_ids  bigint[];
     v_left bigint[];
+    v_kept boolean;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform outbox._refuse_isolation();
@@ -41,14 +42,15 @@ begin
         where m.id in (v_ids[1], v_ids[(cardinality(v_ids) + 1) / 2], v_ids[cardinality(v_ids)])
     ) as s
     having count(*) > 0;
-    if exists (select from outbox.setting as s where s.name = 'retention' and s.value <> 'delete') then
-        perform outbox._archive(v_ids, v_now);
+    v_kept := exists (select from outbox.setting as s where s.name = 'retention' and s.value <> 'delete');
+    v_left := v_ids;
+    -- To walk along an index costs less than as many ways down the primary key.
+    if cardinality(v_ids) >= 100 then
+        v_left := outbox._remove_runs(mark_sent.token, v_ids, case when v_kept then v_now end);
+    end if;
+    if v_kept then
+        perform outbox._archive(v_left, v_now);
     else
-        v_left := v_ids;
-        -- To walk along an index costs less than as many ways down the primary key.
-        if cardinality(v_ids) >= 100 then
-            v_left := outbox._remove_runs(mark_sent.token, v_ids);
-        end if;
         delete from outbox.message as m
         where m.id = any (v_left);
     end if;
@@ -60,7 +62,7 @@ $function$;
 comment on function outbox.mark_sent(uuid, bigint[]) is
     'Settles messages the broker has confirmed; returns how many. Fewer than given: the lease was lost, or they were settled before.';
 
-create or replace function outbox._remove_runs(token uuid, ids bigint[])
+create or replace function outbox._remove_runs(token uuid, ids bigint[], kept_at timestamptz)
     returns bigint[]
     language plpgsql
     volatile
@@ -87,19 +89,30 @@ begin
         end if;
         -- A stretch of the ready index, if it holds what was handed out and nothing else. A few are not worth it.
         if cardinality(v_part.handed) >= 100 and v_part.first >= v_part.floor then
-            delete from outbox.message as m
-            where m.lane = v_part.lane
-              and m.due_at is null
-              and m.id between v_part.first and v_part.last
-              and v_part.handed = array(
-                  select r.id
-                  from outbox.message as r
-                  where r.lane = v_part.lane
-                    and r.due_at is null
-                    and r.id between v_part.first and v_part.last
-                  order by r.id
-                  limit cardinality(v_part.handed) + 1
-              );
+            if _remove_runs.kept_at is null then
+                delete from outbox.message as m
+                where m.lane = v_part.lane
+                  and m.due_at is null
+                  and m.id between v_part.first and v_part.last
+                  and outbox._is_run(v_part.lane, v_part.handed);
+            else
+                with gone as (
+                    delete from outbox.message as m
+                    where m.lane = v_part.lane
+                      and m.due_at is null
+                      and m.id between v_part.first and v_part.last
+                      and outbox._is_run(v_part.lane, v_part.handed)
+                    returning m.*
+                )
+                insert into outbox.archive (
+                    id, sent_at, message_id, exchange, routing_key, key, content_type, headers, properties, created_at, expires_at,
+                    attempts, emitted_by, dedup_key, body
+                )
+                select
+                    g.id, _remove_runs.kept_at, g.message_id, g.exchange, g.routing_key, g.key, g.content_type, g.headers, g.properties,
+                    g.created_at, g.expires_at, g.attempts, g.emitted_by, g.dedup_key, g.body
+                from gone as g;
+            end if;
             continue when found;
         end if;
         v_left := v_left || v_part.handed;
@@ -108,8 +121,31 @@ begin
 end
 $function$;
 
-comment on function outbox._remove_runs(uuid, bigint[]) is
-    'Deletes those of the messages that lie side by side in the index of their lane; returns the others.';
+comment on function outbox._remove_runs(uuid, bigint[], timestamptz) is
+    'Deletes those of the messages that lie side by side in the index of their lane, or moves them to the archive; returns the others.';
+
+-- Stable: it sees what the statement sees that calls it. (In language sql it would be planned anew each time.)
+create or replace function outbox._is_run(lane smallint, ids bigint[])
+    returns boolean
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $function$
+begin
+    return _is_run.ids = array(
+        select m.id
+        from outbox.message as m
+        where m.lane = _is_run.lane
+          and m.due_at is null
+          and m.id between _is_run.ids[1] and _is_run.ids[cardinality(_is_run.ids)]
+        order by m.id
+        limit cardinality(_is_run.ids) + 1
+    );
+end
+$function$;
+
+comment on function outbox._is_run(smallint, bigint[]) is
+    'Whether the ready messages of a lane from the first of these to the last are these.';
 
 create or replace function outbox._archive(ids bigint[], at timestamptz)
     returns void
