@@ -177,8 +177,8 @@ def test_cost_stays_the_same_under_an_old_snapshot(full: Connection, explained: 
         assert max(claim for claim, _ in last) / BATCH < 3, "blocks per message claimed"
         assert max(mark for _, mark in last) / BATCH < 7, "blocks per message settled"
         assert max(claim for claim, _ in small) < 200, "a small claim pays for what was settled before it"
-        # It reads 64 lanes to note their floors.
-        assert max(mark for _, mark in small) < 350, "a small settling pays for what was settled before it"
+        # It reads 64 lanes to note their floors, and now and then the locks of those who may have drawn an id.
+        assert max(mark for _, mark in small) < 500, "a small settling pays for what was settled before it"
 
 
 def test_other_calls_find_what_they_need(full: Connection, explained: Callable[[], Explained]) -> None:
