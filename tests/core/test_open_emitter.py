@@ -54,7 +54,7 @@ def test_claims_walk_over_what_was_settled_since_until_it_ends(db: Connection, d
     assert during > 5 * before
     # A lane's floor follows when something of it is settled.
     deadline = time.monotonic() + 20
-    while (after := claim_blocks(db)) > 2 * before:
+    while (after := claim_blocks(db)) > during // 10:
         assert time.monotonic() < deadline, f"{before} blocks before, {during} during, {after} after"
         time.sleep(0.05)
         work(db, 1)
