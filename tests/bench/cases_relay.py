@@ -134,9 +134,9 @@ def rate(where: Place, work: Work, count: int, *, keys: int = 0, strict: str = "
 
 def drain(kind: str) -> Case:
     def case(bench: Bench) -> Iterator[Row]:
-        # Short rounds: what else the machine does comes and goes within seconds.
+        # Short rounds, as many forwards as backwards: what else the machine does comes and goes within seconds.
         count = bench.size(BACKLOG, 5_000)
-        rounds = bench.size(9, 2) if kind in KINDS else bench.size(3, 1)
+        rounds = bench.size(12, 2) if kind in KINDS else bench.size(3, 1)
         with place(bench, kind) as where:
             contenders = [
                 Contender("relay", lambda: rate(where, relay, count)),
