@@ -29,6 +29,9 @@ from harness import (
     may,
     waiting,
 )
+from outbox import loop
+from outbox.errors import DatabaseUnavailableError
+from outbox.session import Session
 
 # Time-outs in the proportions of the defaults, so that a test takes seconds.
 QUICK = ("--lease", "8", "--confirm-timeout", "2", "--send-timeout", "1", "--heartbeat", "1")
@@ -359,6 +362,22 @@ def test_database_that_hangs(db: Db, queue: Queue, pg_proxy: Proxy, start_relay:
     queue.receive(1)
     eventually(lambda: waiting(db) == 0, "an empty table")
     assert relay.stop() == 0
+
+
+def test_database_that_hangs_is_said_to_each_time(dsn: str) -> None:
+    class Slow(Session):
+        async def ask(self) -> str:
+            try:
+                await self._one("select pg_sleep(1)")
+            except DatabaseUnavailableError as error:
+                return str(error)
+            return "it answered"
+
+    async def ask(times: int) -> set[str]:
+        session = Slow(dsn, statement_timeout=0.02)
+        return {await session.ask() for _ in range(times)}
+
+    assert loop.run(ask(40)) == {"the database did not answer in time"}
 
 
 def test_window_counts_until_the_mark(

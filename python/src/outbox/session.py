@@ -174,23 +174,26 @@ class translated:  # noqa: N801 - used like a function
     With a limit it cuts a connection on which nothing comes: to cancel the call would take the driver ten more seconds.
     """
 
-    __slots__ = ("_connection", "_limit", "_timer")
+    __slots__ = ("_connection", "_late", "_limit", "_timer")
 
     def __init__(self, connection: Connection | None, limit: float = 0.0) -> None:
-        self._connection, self._limit = connection, limit
+        self._connection, self._limit, self._late = connection, limit, False
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> None:
         if self._connection is not None and self._limit:
-            self._timer = asyncio.get_running_loop().call_later(self._limit, cut, self._connection.fileno())
+            self._timer = asyncio.get_running_loop().call_later(self._limit, self._cut, self._connection.fileno())
+
+    def _cut(self, descriptor: int) -> None:
+        self._late = True  # no clock tells: by that of uvloop one timer in seven fires before its time
+        cut(descriptor)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if isinstance(error, psycopg.Error):
             found = translate(error, self._connection)
-            late = self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time()
-            if late and isinstance(found, DatabaseUnavailableError):
+            if self._late and isinstance(found, DatabaseUnavailableError):
                 found = DatabaseUnavailableError("the database did not answer in time")
             raise found from None
 
